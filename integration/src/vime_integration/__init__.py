@@ -1,0 +1,1 @@
+"""The colocated and asynchronous GRPO pipelines, placed by Ray."""

@@ -1,0 +1,1 @@
+"""GRPO: configuration, advantages, losses, metrics and the vime-grpo launcher."""

@@ -1,0 +1,1 @@
+"""Planned, transactional weight sync from a trainer to vLLM engines."""
