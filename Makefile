@@ -1,0 +1,52 @@
+# Every target does its own set-up: a machine needs only Python 3.11 to 3.13, pip and make.
+
+PYTHON ?= python3
+UV_VERSION := 0.13.8
+UV := .tools/bin/uv
+SYNC := .venv/.synced
+BIN := .venv/bin
+SOURCES := packages integration tools
+TYPED := $(wildcard packages/*/src) integration/src tools
+
+export PYTHONDONTWRITEBYTECODE :=
+export UV_PROJECT_ENVIRONMENT := .venv
+
+.PHONY: help setup demo test check format clean
+
+help:
+	@echo "make demo    train the demo model with GRPO on this machine's CPU (real vLLM, Megatron-Core and Ray)"
+	@echo "make test    everything that CI runs: lint, types, import rules, tests, coverage"
+	@echo "make check   the static part of make test"
+	@echo "make format  apply the formatter and the safe lint fixes"
+
+setup: $(SYNC)
+
+# uv lives inside the checkout, at one version, so that the resolver is part of what is pinned.
+$(UV):
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --upgrade --target .tools uv==$(UV_VERSION)
+
+$(SYNC): $(UV) pyproject.toml $(wildcard packages/*/pyproject.toml) integration/pyproject.toml
+	$(UV) sync --quiet --python $(PYTHON)
+	@touch $@
+
+demo: $(SYNC)
+	$(BIN)/vime-grpo train integration/examples/demo_cpu.toml
+
+check: $(SYNC)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy $(TYPED)
+	$(BIN)/lint-imports --no-logo
+
+test: check
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -p no:cacheprovider
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+format: $(SYNC)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf .venv .tools uv.lock runs dist
