@@ -1,1 +1,30 @@
 """Megatron-Core models and training for RL, from a Hugging Face folder and back."""
+
+from vime_megatron.batch import TokenLoss, TrainSequence
+from vime_megatron.config import OptimizerSettings, TrainerConfig
+from vime_megatron.errors import (
+    BatchError,
+    CheckpointError,
+    GradientError,
+    ModelError,
+    PlatformError,
+    TrainerError,
+)
+from vime_megatron.losses import sft_loss
+from vime_megatron.trainer import MegatronTrainer, StepMetrics
+
+__all__ = [
+    "BatchError",
+    "CheckpointError",
+    "GradientError",
+    "MegatronTrainer",
+    "ModelError",
+    "OptimizerSettings",
+    "PlatformError",
+    "StepMetrics",
+    "TokenLoss",
+    "TrainSequence",
+    "TrainerConfig",
+    "TrainerError",
+    "sft_loss",
+]

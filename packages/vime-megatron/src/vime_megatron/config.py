@@ -1,0 +1,150 @@
+"""What a trainer is told: model folder, layout, numerics, batch budget and optimiser.
+
+The classes are frozen and check themselves, so that a trainer never starts on values that cannot work. They hold plain
+Python values only: importing this module needs no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from vime_megatron.errors import TrainerError
+
+Dtype = Literal["float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
+AttentionBackend = Literal["auto", "sdpa", "varlen"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def _require(ok: bool, name: str, seen: object, expected: str) -> None:
+    if not ok:
+        raise TrainerError("bad trainer setting", where=name, seen=repr(seen), expected=expected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW and its learning-rate schedule, as Megatron's ``OptimizerParamScheduler`` runs it.
+
+    Update ``k`` (counted from 1) uses ``lr * k / warmup_steps`` while ``k <= warmup_steps``. After that the rate is
+    constant, or falls to ``min_lr`` at update ``decay_steps``.
+
+    Attributes:
+        lr: Peak learning rate.
+        min_lr: Final learning rate of the linear and cosine schedules.
+        schedule: Shape after the warm-up.
+        warmup_steps: Updates of linear warm-up from 0; 0 means none.
+        decay_steps: Update at which ``min_lr`` is reached; required unless the schedule is constant.
+        beta1: AdamW's decay of the first moment.
+        beta2: AdamW's decay of the second moment.
+        eps: AdamW's denominator offset.
+        weight_decay: Decoupled weight decay; biases and norms are left out.
+        clip_grad: Global gradient norm above which gradients are scaled down; 0 means no clipping.
+        distributed: Shard optimiser state over data-parallel ranks (Megatron's distributed optimiser).
+    """
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    distributed: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every value.
+
+        Raises:
+            TrainerError: A value is out of range; the text names it.
+        """
+        _require(self.lr > 0, "optimizer.lr", self.lr, "a positive number")
+        _require(0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, f"between 0 and lr ({self.lr})")
+        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "at least 0")
+        _require(0 <= self.beta1 < 1, "optimizer.beta1", self.beta1, "in [0, 1)")
+        _require(0 <= self.beta2 < 1, "optimizer.beta2", self.beta2, "in [0, 1)")
+        _require(self.eps > 0, "optimizer.eps", self.eps, "a positive number")
+        _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "at least 0")
+        _require(self.clip_grad >= 0, "optimizer.clip_grad", self.clip_grad, "at least 0")
+        if self.schedule != "constant":
+            _require(
+                self.decay_steps is not None and self.decay_steps > self.warmup_steps,
+                "optimizer.decay_steps",
+                self.decay_steps,
+                f"more than warmup_steps ({self.warmup_steps}) with schedule {self.schedule!r}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Everything a :class:`~vime_megatron.MegatronTrainer` needs to know.
+
+    Data parallelism is what remains: ``world_size / (tensor * pipeline * context)``.
+
+    Attributes:
+        model: Hugging Face folder with ``config.json`` and safetensors.
+        tensor_parallel: Ranks that share each matrix.
+        pipeline_parallel: Stages that share the layers.
+        context_parallel: Ranks that share each sequence.
+        expert_parallel: Ranks that share the experts of a mixture.
+        sequence_parallel: Shard activations between matrices over the tensor-parallel ranks.
+        dtype: Type of the weights and activations; optimiser and gradients are float32.
+        device: ``auto`` takes the GPU when there is one, else the CPU.
+        max_tokens_per_microbatch: Token budget of one packed micro-batch; a longer sequence goes alone.
+        max_sequence_length: Longest sequence accepted; ``None`` takes the model's own limit.
+        temperature: Divides the logits before the softmax, as the rollout's sampler did.
+        logprob_chunk_tokens: Positions whose logits exist at one time; bounds the memory of the vocabulary projection.
+        recompute: Activation recomputation.
+        attention: Core attention; ``auto`` takes the best that works on the device.
+        seed: Seed of everything random in the trainer.
+        random_weights: Start from a seeded random initialisation instead of the folder's weights.
+        timeout_s: Deadline of every collective operation, in seconds.
+        optimizer: Optimiser and schedule.
+    """
+
+    model: Path
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    sequence_parallel: bool = False
+    dtype: Dtype = "bfloat16"
+    device: Device = "auto"
+    max_tokens_per_microbatch: int = 8192
+    max_sequence_length: int | None = None
+    temperature: float = 1.0
+    logprob_chunk_tokens: int = 1024
+    recompute: Literal["none", "full"] = "none"
+    attention: AttentionBackend = "auto"
+    seed: int = 0
+    random_weights: bool = False
+    timeout_s: float = 600.0
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+
+    def __post_init__(self) -> None:
+        """Check every value and make ``model`` a path.
+
+        Raises:
+            TrainerError: A value is out of range; the text names it.
+        """
+        object.__setattr__(self, "model", Path(self.model))
+        for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.max_tokens_per_microbatch >= 1, "max_tokens_per_microbatch", self.max_tokens_per_microbatch, ">= 1")
+        _require(self.logprob_chunk_tokens >= 1, "logprob_chunk_tokens", self.logprob_chunk_tokens, "at least 1")
+        _require(self.temperature > 0, "temperature", self.temperature, "a positive number (greedy has no gradient)")
+        _require(self.timeout_s > 0, "timeout_s", self.timeout_s, "a positive number of seconds")
+        _require(
+            not self.sequence_parallel or self.tensor_parallel > 1,
+            "sequence_parallel",
+            self.sequence_parallel,
+            "false, or tensor_parallel above 1: it shards over the tensor-parallel ranks",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON values, for manifests and logs."""
+        return asdict(self) | {"model": str(self.model)}
