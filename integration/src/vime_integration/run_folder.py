@@ -1,0 +1,94 @@
+"""The run folder: everything that a run leaves behind, in one place with fixed names.
+
+::
+
+    runs/demo/
+        config.toml       the resolved configuration
+        metrics.jsonl     one object a step
+        reward.png        reward against step
+        logs/             one file a process
+        checkpoints/      resume bundles (bundle.py)
+        model/            the trained policy as a Hugging Face folder
+
+A folder that already holds a run is never written into by a fresh one: the old run is moved aside, whole, under the
+time of its last write, and the new one says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+
+from vime_integration.errors import ResumeError
+
+logger = logging.getLogger(__name__)
+
+
+class RunFolder:
+    """Paths of one run.
+
+    Args:
+        root: The folder; made when it does not exist.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Name the files; nothing is created yet."""
+        self.root = root
+        self.config = root / "config.toml"
+        self.metrics = root / "metrics.jsonl"
+        self.plot = root / "reward.png"
+        self.logs = root / "logs"
+        self.checkpoints = root / "checkpoints"
+        self.model = root / "model"
+
+    @property
+    def holds_a_run(self) -> bool:
+        """Whether a run has begun here."""
+        return self.config.exists() or self.checkpoints.exists()
+
+    def begin(self) -> Path | None:
+        """Make the folder for a fresh run.
+
+        Returns:
+            Where an older run was moved to, or None if there was none.
+        """
+        moved = None
+        if self.holds_a_run:
+            stamp = datetime.fromtimestamp(self.root.stat().st_mtime, tz=UTC).strftime("%Y%m%d-%H%M%S")
+            moved = self.root.with_name(f"{self.root.name}.{stamp}")
+            suffix = 1
+            while moved.exists():
+                suffix += 1
+                moved = self.root.with_name(f"{self.root.name}.{stamp}-{suffix}")
+            self.root.rename(moved)
+            logger.info("moved the run that was here to %s", moved)
+        self._make()
+        return moved
+
+    def reopen(self) -> None:
+        """Check that the folder holds a run that can be resumed.
+
+        Raises:
+            ResumeError: It does not exist or no run has begun in it.
+        """
+        if not self.root.is_dir() or not self.holds_a_run:
+            raise ResumeError(
+                "not a run folder",
+                where=str(self.root),
+                seen=_listing(self.root),
+                expected="config.toml and checkpoints/, as `vime-grpo train` writes them",
+                fix="give the folder that the earlier run printed as its run folder",
+            )
+        self._make()
+
+    def _make(self) -> None:
+        for folder in (self.root, self.logs, self.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+
+
+def _listing(folder: Path) -> str:
+    if not folder.exists():
+        return "nothing: the folder does not exist"
+    names = sorted(path.name for path in folder.iterdir())
+    return ", ".join(names[:8]) + (" ..." if len(names) > 8 else "") if names else "an empty folder"
