@@ -1,0 +1,77 @@
+"""Ray, started for one run and ended with it.
+
+The run has a cluster of its own (``address="local"``): it joins no cluster that happens to run on the host. Ray hands
+out no devices here. Placement is ours (placement.py): every actor sees the devices that vime-devices gives it, in an
+order that the whole node agrees on, so Ray must be told to leave the masks alone before it starts.
+
+Ray ties its processes to the driver (PR_SET_PDEATHSIG), so a ``kill -9`` of the driver takes the cluster with it; the
+actors tie what they start to themselves in the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+
+from vime_integration.errors import PipelineError
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
+    """Run a local Ray cluster for the length of the ``with`` block.
+
+    Args:
+        cpus: Number of actors that may live at the same time, in Ray's unit of one CPU each.
+        environment: Variables that Ray's processes must see from their start, such as its mask opt-outs.
+
+    Raises:
+        PipelineError: Ray did not start; it waits at most 30 s for each of its own processes.
+    """
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
+        except (RuntimeError, TimeoutError, OSError, ConnectionError) as error:
+            raise PipelineError(
+                "Ray did not start",
+                seen=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+                expected="a local cluster within 30 s",
+                fix="look at /tmp/ray/session_latest/logs; free memory and /dev/shm; set TMPDIR where /tmp is full",
+            ) from error
+        yield
+    finally:
+        ray.shutdown()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def log_to_file(path: Path) -> None:
+    """Send this process's log to ``path``, and nowhere else.
+
+    Called once by every actor, so that each process of a run has one log file under its own name.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    for noisy in ("httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
