@@ -45,5 +45,29 @@ class DeviceError(VimeError):
     """Base of the errors of vime-devices."""
 
 
+class PlatformError(DeviceError):
+    """The platform cannot be told, or the call makes no sense on it."""
+
+
+class MaskError(DeviceError):
+    """A mask, a device list or an offset that cannot be honoured as written."""
+
+
+class VisibilityError(DeviceError):
+    """The environment means different things to different readers, or nothing at all to one of them."""
+
+
+class IdentityError(DeviceError):
+    """A device id that is missing, shared by several devices, or not the one that was promised."""
+
+
+class TopologyError(DeviceError):
+    """The node's device tree is absent, malformed or unreadable."""
+
+
+class ProbeError(DeviceError):
+    """The IPC probe could not be carried out (its results are data, not errors)."""
+
+
 def _rebuild(cls: type[VimeError], what: str, fields: dict[str, str]) -> VimeError:
     return cls(what, **fields)

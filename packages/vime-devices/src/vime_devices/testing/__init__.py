@@ -1,0 +1,1 @@
+"""A fake HIP runtime for tests of programs that share device memory."""
