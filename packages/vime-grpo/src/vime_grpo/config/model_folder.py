@@ -1,0 +1,68 @@
+"""Does the layout fit the model? Reads the model folder's config.json; needs no torch and no transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vime_grpo.config.run import RunConfig
+from vime_grpo.errors import ConfigError
+
+
+def check_model_folder(config: RunConfig) -> None:
+    """Check the settings that depend on the model: parallel sizes and context length.
+
+    Args:
+        config: A resolved configuration.
+
+    Raises:
+        ConfigError: The folder is not a model, or the layout or the context does not fit it.
+    """
+    facts = _read(config.model.path)
+    problems = []
+    for section, size in (("trainer", config.trainer.tensor_parallel), ("engine", config.engine.tensor_parallel)):
+        problems += _tensor_parallel_problems(facts, section, size)
+    limit = facts.get("max_position_embeddings")
+    if isinstance(limit, int) and config.engine.max_model_len is not None and config.engine.max_model_len > limit:
+        problems.append(
+            f"engine.max_model_len ({config.engine.max_model_len}, by default rollout.max_context_tokens) is above the "
+            f"model's max_position_embeddings ({limit})"
+        )
+    if problems:
+        raise ConfigError(
+            "the settings do not fit the model", where=str(config.model.path / "config.json"), seen="; ".join(problems)
+        )
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    where = f"model.path = {folder}"
+    fix = "set model.path to a Hugging Face model folder (with config.json, safetensors and tokenizer)"
+    if not folder.is_dir():
+        raise ConfigError("the model folder does not exist", where=where, fix=fix)
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "an empty folder"
+        raise ConfigError("not a model folder", where=where, seen=names, expected="config.json", fix=fix) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError("the model's config.json cannot be read", where=where, seen=str(error), fix=fix) from error
+    if not isinstance(facts, dict) or not isinstance(facts.get("model_type"), str):
+        raise ConfigError("the model's config.json names no model_type", where=where, fix=fix)
+    return facts
+
+
+def _tensor_parallel_problems(facts: dict[str, Any], section: str, size: int) -> list[str]:
+    heads = facts.get("num_attention_heads")
+    kv_heads = facts.get("num_key_value_heads", heads)
+    inner = facts.get("intermediate_size")
+    problems = []
+    if isinstance(heads, int) and heads % size:
+        problems.append(f"{section}.tensor_parallel ({size}) does not divide the model's {heads} attention heads")
+    # Megatron cuts the key-value heads; vLLM cuts them or gives each to several ranks.
+    if isinstance(kv_heads, int) and kv_heads % size and (section == "trainer" or size % kv_heads):
+        problems.append(f"{section}.tensor_parallel ({size}) does not divide the model's {kv_heads} key-value heads")
+    if isinstance(inner, int) and inner % size:
+        problems.append(f"{section}.tensor_parallel ({size}) does not divide the model's intermediate_size {inner}")
+    return problems

@@ -1,0 +1,177 @@
+"""Sections about what is trained: algorithm, trainer, sync, pipeline, checkpoint, tracking."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from vime_grpo.config.base import Count, FilePath, NonNegative, NonNegativeInt, Positive, Section
+
+
+class AlgorithmSection(Section):
+    """Advantages, objective and normalisation; the papers are in the registry of `vime_grpo`."""
+
+    advantage: Literal["grpo", "rloo"] = Field(
+        default="grpo",
+        description="Baseline of a reward: the group's mean (grpo) or the mean of the group's other samples (rloo).",
+    )
+    normalize_std: bool = Field(
+        default=True,
+        description='Divide advantages by the group\'s standard deviation. Off, and loss_aggregation = "horizon", is '
+        "Dr. GRPO.",
+    )
+    policy_loss: Literal["clip", "cispo"] = Field(
+        default="clip",
+        description="Objective: PPO's clipped surrogate (clip), or CISPO's clipped importance weight (cispo).",
+    )
+    clip_low: NonNegative = Field(default=0.2, description="The ratio is clipped from below at 1 - clip_low.")
+    clip_high: NonNegative = Field(default=0.28, description="The ratio is clipped from above at 1 + clip_high.")
+    clip_dual: NonNegative = Field(
+        default=0.0,
+        description="Bound of the objective for negative advantages, above 1 (dual-clip PPO); 0 turns it off.",
+    )
+    kl_coef: NonNegative = Field(default=0.0, description="Weight of the KL penalty in the loss; 0 turns it off.")
+    kl_kind: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
+        default="low_var_kl", description="Estimator of the KL penalty."
+    )
+    kl_target: Literal["reference", "behaviour"] = Field(
+        default="reference",
+        description="The KL penalty pulls towards the model that training started from (reference) or towards the "
+        "policy that sampled (behaviour; needs no second model).",
+    )
+    loss_aggregation: Literal["sample_mean", "token_mean", "horizon"] = Field(
+        default="sample_mean",
+        description="Mean over samples of each sample's token mean, mean over all tokens, or the sum of each sample's "
+        "tokens divided by rollout.max_response_tokens. Always over the global batch of an optimiser step.",
+    )
+    entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus; 0 turns it off.")
+    steps_per_rollout: Count = Field(
+        default=1, description="Optimiser steps that share one rollout's samples; divides rollout.batch_size."
+    )
+    old_logprobs: Literal["recompute", "rollout"] = Field(
+        default="recompute",
+        description="Logprobs in the ratio's denominator: computed by the trainer before the first update (recompute), "
+        "or as the engine sampled (rollout; saves a forward pass).",
+    )
+    correction: Literal["none", "tis", "icepop"] = Field(
+        default="none",
+        description="Correction for the difference between trainer and engine: truncated importance sampling (tis), or "
+        'dropping tokens outside the band (icepop). Needs old_logprobs = "recompute".',
+    )
+    correction_low: NonNegative = Field(default=0.0, description="Lower bound of the correction's ratio.")
+    correction_high: Positive = Field(default=2.0, description="Upper bound of the correction's ratio.")
+
+    @model_validator(mode="after")
+    def _bounds_are_ordered(self) -> AlgorithmSection:
+        if self.clip_low >= 1:
+            raise ValueError(f"algorithm.clip_low is {self.clip_low}; a ratio is positive, so it must be below 1")
+        if 0 < self.clip_dual <= 1:
+            raise ValueError(f"algorithm.clip_dual is {self.clip_dual}; it must be above 1, or 0 for off")
+        if self.clip_dual and self.policy_loss != "clip":
+            raise ValueError('algorithm.clip_dual needs algorithm.policy_loss = "clip"')
+        if self.correction_low >= self.correction_high:
+            raise ValueError(
+                f"algorithm.correction_low ({self.correction_low}) must be below algorithm.correction_high "
+                f"({self.correction_high})"
+            )
+        if self.correction != "none" and self.old_logprobs == "rollout":
+            raise ValueError(
+                f'algorithm.correction = "{self.correction}" needs algorithm.old_logprobs = "recompute": with the '
+                "engine's logprobs in the denominator the difference is in the ratio already"
+            )
+        return self
+
+
+class TrainerSection(Section):
+    """The Megatron-Core trainer: layout, numerics, optimiser."""
+
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16", description="Type of weights and activations; gradients and optimiser state are float32."
+    )
+    learning_rate: Positive = Field(default=1e-6, description="Peak learning rate of AdamW.")
+    min_learning_rate: NonNegative = Field(default=0.0, description="Learning rate at the end of a decaying schedule.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Shape of the learning rate after the warm-up, to the last optimiser step."
+    )
+    warmup_steps: NonNegativeInt = Field(default=0, description="Optimiser steps of linear warm-up from 0.")
+    weight_decay: NonNegative = Field(default=0.1, description="Decoupled weight decay; biases and norms are left out.")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of Adam's first moment.")
+    adam_beta2: float = Field(default=0.98, ge=0, lt=1, description="Decay of Adam's second moment.")
+    adam_eps: Positive = Field(default=1e-8, description="Offset of Adam's denominator.")
+    clip_grad: NonNegative = Field(
+        default=1.0, description="Global gradient norm above which gradients are scaled down; 0 turns clipping off."
+    )
+    tensor_parallel: Count = Field(default=1, description="Ranks that share each matrix.")
+    data_parallel: Count = Field(default=1, description="Ranks (or groups of them) that share the batch.")
+    distributed_optimizer: bool = Field(
+        default=False, description="Shard the optimiser's state over the data-parallel ranks."
+    )
+    activation_recompute: Literal["none", "full"] = Field(
+        default="none", description="Recompute activations in the backward pass: less memory, about a third more time."
+    )
+    max_tokens_per_microbatch: Count = Field(
+        default=8192,
+        description="Token budget of one packed micro-batch on a rank, at least rollout.max_context_tokens. It changes "
+        "memory and speed, never the result.",
+    )
+    logprob_chunk_tokens: Count = Field(
+        default=1024,
+        description="Tokens whose logits exist at one time; bounds the memory of the vocabulary projection.",
+    )
+    seed: NonNegativeInt = Field(default=0, description="Seed of everything random in the trainer.")
+    threads: NonNegativeInt = Field(default=0, description="CPU threads of one rank; 0 leaves torch's default.")
+    step_deadline_s: Positive = Field(default=1800.0, description="Seconds one phase of the trainer may take.")
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks: tensor_parallel x data_parallel."""
+        return self.tensor_parallel * self.data_parallel
+
+
+class SyncSection(Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["shm"] = Field(
+        default="shm", description="Carrier of the weights: POSIX shared memory on one host."
+    )
+    deadline_s: Positive = Field(default=300.0, description="Seconds that one update of all engines may take.")
+    digest: bool = Field(default=True, description="Check a digest of every tensor on the engine's side.")
+
+
+class PipelineSection(Section):
+    """The loop that ties the parts together."""
+
+    mode: str = Field(
+        default="colocated",
+        pattern=r"^[a-z][a-z0-9_]*$",
+        description="Name of the pipeline, as registered in the entry point group vime_grpo.pipelines.",
+    )
+    steps: Count = Field(description="Steps of the run: each generates, scores, trains and updates the engines.")
+    run_dir: FilePath = Field(description="The run folder: metrics, logs, checkpoints, resolved configuration.")
+    ray_start_deadline_s: Positive = Field(
+        default=120.0, description="Seconds that Ray and its processes have to start."
+    )
+    logprob_diff_limit: NonNegative = Field(
+        default=0.1,
+        description="Largest train/train_rollout_logprob_abs_diff of a step's first update before the run is stopped; "
+        "0 turns the guard off.",
+    )
+
+
+class CheckpointSection(Section):
+    """When the run is saved."""
+
+    every: NonNegativeInt = Field(default=20, description="Save after every so many steps; 0 saves at the end only.")
+    keep: Count = Field(default=2, description="Checkpoints kept; older ones are deleted after a newer one is whole.")
+
+
+class TrackingSection(Section):
+    """What is shown of the run; runs/.../metrics.jsonl is always written."""
+
+    console: Literal["live", "plain", "off"] = Field(
+        default="live",
+        description="Progress on the terminal: a live display, one line a step, or nothing. Live becomes plain where "
+        "the output is no terminal, and says so.",
+    )
+    plot: bool = Field(default=True, description="Draw reward.png in the run folder at the end.")
