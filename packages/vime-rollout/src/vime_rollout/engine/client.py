@@ -1,0 +1,202 @@
+"""The HTTP side of an engine: vLLM's generate and RL routes, with bounded concurrency, deadlines and retries.
+
+A generation has no side effect, and with a seed it is a function of its request and the weights, so sending it again
+after a lost connection or an HTTP 5xx can neither duplicate nor change a sample. Retries are few, wait longer each
+time, and live inside the request's one deadline. An HTTP 4xx is an answer, not a failure: it is never retried.
+
+A client may be used from one event loop after another (each ``asyncio.run`` makes one): connections belong to the loop
+they were opened in, and a new loop gets new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import httpx
+
+from vime_rollout.engine.request import GenerateRequest, Generation, parse_generation
+from vime_rollout.errors import EngineBusyError, EngineRequestError, EngineResponseError, EngineTimeoutError
+
+_T = TypeVar("_T")
+_FIRST_PAUSE_S = 0.2
+_CONNECT_S = 10.0
+_PASSING_STATUS = frozenset({408, 425, 429})
+
+
+class EngineClient:
+    """Talks to one vLLM server.
+
+    Args:
+        url: Such as ``http://127.0.0.1:8000``.
+        name: Name of the engine, for errors.
+        max_concurrency: Most generations in flight; more wait.
+        request_deadline_s: Seconds for one generation in the engine, retries included. Waiting for a slot is not
+            counted: it is bounded by the deadlines of those who hold the slots.
+        control_deadline_s: Seconds for a control call.
+        retries: Further attempts after a failure that may pass.
+        alive: Answers whether a retry makes sense at all (is the process there?).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str,
+        max_concurrency: int = 256,
+        request_deadline_s: float = 600.0,
+        control_deadline_s: float = 120.0,
+        retries: int = 2,
+        alive: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Keep the settings; nothing is opened before the first call."""
+        self.url = url.rstrip("/")
+        self.name = name
+        self.in_flight = 0
+        self.request_deadline_s = request_deadline_s
+        self._max_concurrency = max_concurrency
+        self._control_deadline_s = control_deadline_s
+        self._retries = retries
+        self._alive = alive
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._http: httpx.AsyncClient | None = None
+        self._slots = asyncio.Semaphore(max_concurrency)
+
+    def _session(self) -> httpx.AsyncClient:
+        loop = asyncio.get_running_loop()
+        if self._http is None or self._loop is not loop:
+            # One connection more than slots: control calls must not wait behind generations.
+            limits = httpx.Limits(max_connections=self._max_concurrency + 8, max_keepalive_connections=64)
+            timeout = httpx.Timeout(None, connect=_CONNECT_S)  # the deadline is set around the whole call
+            self._http = httpx.AsyncClient(base_url=self.url, limits=limits, timeout=timeout, trust_env=False)
+            self._slots = asyncio.Semaphore(self._max_concurrency)
+            self._loop = loop
+        return self._http
+
+    async def close(self) -> None:
+        """Close the connections of the running loop."""
+        if self._http is not None and self._loop is asyncio.get_running_loop():
+            await self._http.aclose()
+        self._http = None
+
+    async def generate(self, request: GenerateRequest, *, deadline_s: float | None = None) -> Generation:
+        """Generate one response.
+
+        Args:
+            request: What to generate.
+            deadline_s: Seconds from leaving the queue to the answer; ``None`` takes the configured deadline.
+
+        Raises:
+            EngineTimeoutError: When the deadline passed.
+            EngineRequestError: When the engine refused the request (too long, bad parameter).
+            EngineResponseError: When the answer is not a valid completion.
+            EngineBusyError: When the connection or the engine kept failing.
+        """
+        limit = self.request_deadline_s if deadline_s is None else deadline_s
+        session = self._session()
+        headers = {"x-session-id": request.session_id} if request.session_id else {}
+        attempts = 0
+
+        async def send() -> Any:
+            nonlocal attempts
+            attempts += 1
+            return await self._once(session, "POST", "/inference/v1/generate", json=request.to_wire(), headers=headers)
+
+        self.in_flight += 1
+        try:
+            started = time.monotonic()
+            async with self._slots:
+                sent = time.monotonic()
+                body = await self.within(limit, self._retrying(send, "generate"), "generate")
+            done = time.monotonic()
+        finally:
+            self.in_flight -= 1
+        generation = parse_generation(body, engine=self.name, max_tokens=request.sampling.max_tokens)
+        return replace(generation, queue_s=sent - started, seconds=done - sent, attempts=attempts)
+
+    async def control(self, method: str, path: str, *, deadline_s: float | None = None, **options: Any) -> Any:
+        """Make one control call within the control deadline; it is not retried, because it may have side effects.
+
+        Args:
+            method: ``"GET"`` or ``"POST"``.
+            path: Route, such as ``"/pause"``.
+            deadline_s: Seconds; ``None`` takes the configured deadline.
+            options: For httpx (``json``, ``params``).
+
+        Returns:
+            The decoded answer, ``None`` for an empty one.
+        """
+        limit = self._control_deadline_s if deadline_s is None else deadline_s
+        return await self.within(limit, self._once(self._session(), method, path, **options), f"{method} {path}")
+
+    async def within(self, limit: float, call: Awaitable[_T], what: str) -> _T:
+        """Await ``call`` for at most ``limit`` seconds.
+
+        Raises:
+            EngineTimeoutError: When that was not enough; names ``what``.
+        """
+        try:
+            async with asyncio.timeout(limit):
+                return await call
+        except TimeoutError as error:
+            raise EngineTimeoutError(
+                f"engine passed the deadline of {what}",
+                where=f"engine {self.name} at {self.url}",
+                seen=f"no answer after {limit:g} s, {self.in_flight} requests in flight",
+                fix="raise the deadline, lower max_tokens or max_concurrency, or look at the engine's log",
+            ) from error
+
+    async def _retrying(self, send: Callable[[], Awaitable[Any]], what: str) -> Any:
+        for attempt in range(self._retries + 1):
+            try:
+                return await send()
+            except EngineBusyError as error:
+                if attempt == self._retries or not self._alive():
+                    error.add_note(f"{what}: {attempt + 1} attempts")
+                    raise
+                await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _once(self, session: httpx.AsyncClient, method: str, path: str, **options: Any) -> Any:
+        where = f"engine {self.name}, {method} {self.url}{path}"
+        try:
+            response = await session.request(method, path, **options)
+        except httpx.TransportError as error:
+            raise EngineBusyError(
+                "connection to the engine failed", where=where, seen=f"{type(error).__name__}: {error}"
+            ) from error
+        if response.status_code == 404:
+            raise EngineRequestError(
+                "engine lacks a route",
+                where=where,
+                seen=_message(response),
+                fix="start it with --enable-scale-out and VLLM_SERVER_DEV_MODE=1 (VLLMEngine does), vLLM 0.32 or newer",
+            )
+        if response.is_client_error and response.status_code not in _PASSING_STATUS:
+            raise EngineRequestError("engine refused the request", where=where, seen=_message(response))
+        if not response.is_success:
+            raise EngineBusyError("engine failed on the request", where=where, seen=_message(response))
+        if not response.content:
+            return None
+        try:
+            return response.json()
+        except ValueError as error:
+            raise EngineResponseError(
+                "engine answered something that is no JSON", where=where, seen=response.text[:200]
+            ) from error
+
+
+def _message(response: httpx.Response) -> str:
+    """Return status and the message inside vLLM's error body, or the body's beginning."""
+    text = response.text[:500]
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    if isinstance(body, Mapping):
+        error = body.get("error", body)
+        text = str(error.get("message", error) if isinstance(error, Mapping) else error)
+    return f"HTTP {response.status_code}: {text}"

@@ -1,0 +1,143 @@
+"""The process tree of one engine, seen from its owner: start, watch, read the log, end.
+
+The tree is started below a *warden* (``warden.py``), which ends it when this process is gone for any reason. What is
+left to do here is the ordinary end, and sweeping up should the warden itself have been killed: the tree shares the
+warden's session, so its members are found by session id.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from vime_rollout.engine import warden
+from vime_rollout.errors import EngineError
+
+_TAIL_BYTES = 256 * 1024
+_POLL_S = 0.05
+#: A line that ends a traceback, wherever a logger's prefix put it.
+_ERROR_LINE = re.compile(r"(?:^|\s)((?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Exit): .+)$")
+#: Errors that only report that another process failed first.
+_SECONDARY = ("See root cause above", "EngineDeadError", "Engine core initialization failed", "AsyncLLM failed")
+
+
+class EngineProcess:
+    """One command under a warden, with its output in a log file.
+
+    Args:
+        command: What to run.
+        environment: Its whole environment.
+        log_path: Where stdout and stderr go; appended to, so that a restart keeps the history.
+        grace_s: Seconds between the polite and the forced end.
+        name: Name of the engine, for errors.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log_path: Path, *, grace_s: float, name: str
+    ) -> None:
+        """Start the command."""
+        self.log_path = log_path
+        self._name = name
+        self._grace_s = grace_s
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        wrapped = [sys.executable, "-P", "-S", str(Path(warden.__file__)), str(grace_s), *command]
+        with log_path.open("ab") as log:
+            self._log_start = log.tell()
+            self._warden = subprocess.Popen(  # noqa: S603 - the command is the caller's
+                wrapped, env=dict(environment), stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the warden, which is also the session id of the tree."""
+        return self._warden.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code once the tree has ended, else ``None``."""
+        return self._warden.poll()
+
+    def wait(self, deadline_s: float) -> int | None:
+        """Wait for the end; return the exit code, or ``None`` when the deadline passed first."""
+        try:
+            return self._warden.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def members(self) -> list[int]:
+        """Return the ids of all living processes of the tree, the warden included."""
+        session = self._warden.pid
+        alive = []
+        for process in psutil.process_iter(["status"]):
+            try:
+                if os.getsid(process.pid) == session and process.info["status"] != psutil.STATUS_ZOMBIE:
+                    alive.append(process.pid)
+            except (ProcessLookupError, PermissionError):  # it ended meanwhile, or is another user's
+                continue
+        return sorted({*alive, *warden.descendants(session)})
+
+    def stop(self) -> int:
+        """End the whole tree, politely first, and return the exit code. Safe to call again.
+
+        Raises:
+            EngineError: When a process survives SIGKILL (it hangs in the kernel); names the processes.
+        """
+        if self._warden.stdin is not None and not self._warden.stdin.closed:
+            self._warden.stdin.close()  # the warden takes this as its order to end the tree
+        code = self.wait(self._grace_s + 5.0)
+        deadline = time.monotonic() + 10.0
+        while members := self.members():
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    "processes of an engine survive SIGKILL",
+                    where=f"engine {self._name}",
+                    seen=f"processes {members}",
+                    fix="look at their kernel stacks (/proc/PID/stack); the device driver may hang",
+                )
+            for pid in members:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            self._warden.poll()
+            time.sleep(_POLL_S)
+        return code if code is not None else self._warden.wait(5.0)
+
+    def forget_log(self) -> None:
+        """Leave out what was logged so far when the end is described: it belongs to a start that succeeded."""
+        self._log_start = self.log_path.stat().st_size
+
+    def log_tail(self, lines: int = 25) -> str:
+        """Return the last lines that this start has written to the log."""
+        return "\n".join(self._recent_log().splitlines()[-lines:])
+
+    def log_cause(self) -> str:
+        """Return the error line that most likely ended the process, or an empty string."""
+        primary = secondary = ""
+        for line in self._recent_log().splitlines():
+            if match := _ERROR_LINE.search(line):
+                if any(mark in line for mark in _SECONDARY):
+                    secondary = match.group(1)
+                else:
+                    primary = match.group(1)
+        return primary or secondary
+
+    def describe_end(self, code: int) -> str:
+        """Return exit code, cause and log tail as one text."""
+        signal_text = f" ({signal.Signals(code - 128).name})" if 128 < code < 128 + signal.NSIG else ""
+        cause = self.log_cause()
+        head = f"exit code {code}{signal_text}" + (f", {cause}" if cause else "")
+        return f"{head}; last lines of {self.log_path}:\n{self.log_tail()}"
+
+    def _recent_log(self) -> str:
+        with self.log_path.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, end - _TAIL_BYTES))
+            return log.read().decode(errors="replace")

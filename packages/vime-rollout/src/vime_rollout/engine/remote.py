@@ -1,0 +1,288 @@
+"""An engine that somebody runs: states, versions and generation over HTTP, without owning a process.
+
+Use it for engines that other processes or other people started; they are never killed from here. ``VLLMEngine`` adds
+the process.
+
+Versions. The engine itself stamps every token with the version label of the weights that sampled it. Here the labels
+are integers; a fresh server's label (``"default"``) is replaced when the engine is connected. Every answer is checked
+against the version it was asked from, so a rollout can never hand on tokens of weights that it did not mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+from vime_rollout.engine.client import EngineClient
+from vime_rollout.engine.request import GenerateRequest, Generation
+from vime_rollout.engine.state import EngineState, StateMachine
+from vime_rollout.errors import (
+    EngineBusyError,
+    EngineDeadError,
+    EngineError,
+    EngineResponseError,
+    EngineTimeoutError,
+    VersionMismatchError,
+)
+
+PauseMode = Literal["abort", "wait", "keep"]
+_UNLABELLED = "default"
+
+
+class Engine(Protocol):
+    """What rollouts and pools ask of an engine."""
+
+    name: str
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine stands."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that wait or run."""
+        ...
+
+    async def generate(
+        self, request: GenerateRequest, *, version: int | None = None, deadline_s: float | None = None
+    ) -> Generation:
+        """Generate one response, checked against ``version``."""
+        ...
+
+
+class RemoteEngine:
+    """One vLLM server reached by its address.
+
+    Args:
+        url: Such as ``http://127.0.0.1:8000``.
+        name: Name in logs and errors; the address when empty.
+        client: A client with settings of its own; by default one with default settings.
+    """
+
+    def __init__(self, url: str, *, name: str = "", client: EngineClient | None = None) -> None:
+        """Keep the address; ``connect`` makes the first call."""
+        self.name = name or url
+        self._client = client or EngineClient(url, name=self.name)
+        self._states = StateMachine(self.name)
+        self._version: int | None = None
+        self._asleep_before_update = False
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return self._client.url
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine stands."""
+        return self._states.state
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights, as last read from or given to the engine; ``None`` before it is connected."""
+        return self._version
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that wait or run."""
+        return self._client.in_flight
+
+    async def connect(self, initial_version: int = 0) -> None:
+        """Check that the server answers, read its weight version, and become ready.
+
+        Args:
+            initial_version: Label for the weights of a server that has none yet.
+
+        Raises:
+            EngineError: When the server does not answer as a vLLM server with the RL and scale-out routes does.
+        """
+        self._states.move(EngineState.STARTING)
+        await self._greet(initial_version)
+        self._states.move(EngineState.READY)
+
+    async def _greet(self, initial_version: int) -> None:
+        await self._client.control("GET", "/health")
+        info = await self._client.control("GET", "/weight_info")
+        if info["weight_version"] == _UNLABELLED:
+            await self._client.control("POST", "/update_weight_version", json={"new_version": str(initial_version)})
+        await self.read_version()
+
+    async def read_version(self) -> int:
+        """Ask the engine for the version of its weights and return it.
+
+        Raises:
+            EngineResponseError: When the label is no integer.
+        """
+        info = await self._call("GET", "/weight_info")
+        try:
+            self._version = int(info["weight_version"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineResponseError(
+                "engine's weight version is no integer", where=f"engine {self.name}", seen=str(info)
+            ) from error
+        return self._version
+
+    async def generate(
+        self, request: GenerateRequest, *, version: int | None = None, deadline_s: float | None = None
+    ) -> Generation:
+        """Generate one response; wait while the engine is paused or updating.
+
+        Args:
+            request: What to generate.
+            version: Weights that every token must come from; ``None`` takes any and records them.
+            deadline_s: Seconds to become ready, and then to answer; ``None`` takes the configured deadline.
+
+        Raises:
+            VersionMismatchError: When the engine has, or a token came from, another version.
+            EngineDeadError: When the engine died; with the tail of its log where this process owns it.
+            EngineError: See ``EngineClient.generate`` and ``StateMachine.until_ready``.
+        """
+        if self.state is not EngineState.READY:
+            limit = self._client.request_deadline_s if deadline_s is None else deadline_s
+            await self._client.within(limit, self._states.until_ready(), "waiting until it is ready")
+        if version is not None and self._version != version and await self.read_version() != version:
+            raise VersionMismatchError(
+                "engine has other weights than asked for",
+                where=f"engine {self.name}",
+                seen=f"version {self._version}",
+                expected=f"version {version}",
+                fix="commit the weights to every engine before generating",
+            )
+        try:
+            generation = await self._client.generate(request, deadline_s=deadline_s)
+        except (EngineBusyError, EngineTimeoutError) as error:
+            raise await self._diagnose(error) from error
+        wrong = {span.version for span in generation.versions} - {version}
+        if version is not None and wrong:
+            raise VersionMismatchError(
+                "tokens come from other weights than asked for",
+                where=f"engine {self.name}",
+                seen=str(generation.versions),
+                expected=f"version {version} only",
+            )
+        return generation
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop scheduling. ``keep`` freezes running requests, ``wait`` lets them end first, ``abort`` cuts them."""
+        self._states.check(EngineState.PAUSED)
+        await self._call("POST", "/pause", params={"mode": mode})
+        self._states.move(EngineState.PAUSED)
+
+    async def resume(self) -> None:
+        """Go on after a pause; frozen requests continue."""
+        self._states.require(EngineState.PAUSED, "resume")
+        await self._call("POST", "/resume")
+        self._states.move(EngineState.READY)
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "wait") -> None:
+        """Give device memory back (needs ``enable_sleep_mode`` on a GPU).
+
+        Args:
+            level: 1 keeps the weights in host memory; 2 discards them, so that they must be sent again.
+            mode: What happens to running requests, as in ``pause``.
+        """
+        self._states.check(EngineState.ASLEEP)
+        await self._call("POST", "/sleep", params={"level": level, "mode": mode})
+        self._states.move(EngineState.ASLEEP)
+
+    async def wake(self, tags: Sequence[str] = ()) -> None:
+        """Take device memory again.
+
+        Args:
+            tags: Only these parts (``"weights"``, ``"kv_cache"``); the engine is ready once all are awake.
+        """
+        self._states.require(EngineState.ASLEEP, "wake")
+        answer = await self._call("POST", "/wake_up", params=[("tags", tag) for tag in tags])
+        if not isinstance(answer, dict) or answer.get("status", "awake") == "awake":
+            self._states.move(EngineState.READY)
+
+    @asynccontextmanager
+    async def updating(self, version: int) -> AsyncIterator[None]:
+        """Hold the engine in ``updating`` while somebody sends it weights, and believe only what it says afterwards.
+
+        On leaving, the engine is asked for its version. The new one: the update is committed. The old one: the update
+        did not happen and the engine serves as before (an error from inside goes on). Anything else, or no answer: the
+        weights are torn, and the engine refuses to generate until an update is committed.
+
+        Args:
+            version: The version that the weights will have.
+
+        Raises:
+            VersionMismatchError: When nothing failed and yet the engine still has the old version.
+        """
+        before, came_from = self._version, self.state
+        was_torn = came_from is EngineState.TORN
+        self._states.move(EngineState.UPDATING)
+        after = EngineState.ASLEEP if came_from is EngineState.ASLEEP else EngineState.READY
+        try:
+            yield
+        except BaseException:
+            await self._settle(before, version, after, was_torn=was_torn)
+            raise
+        if await self._settle(before, version, after, was_torn=was_torn) != version:
+            raise VersionMismatchError(
+                "update left the engine at another version",
+                where=f"engine {self.name}",
+                seen=f"version {self._version}, state {self.state}",
+                expected=f"version {version}",
+            )
+
+    async def _settle(self, before: int | None, version: int, after: EngineState, *, was_torn: bool) -> int | None:
+        try:
+            now = await self.read_version()
+        except EngineDeadError:
+            raise
+        except EngineError as error:
+            self._states.move(EngineState.TORN, f"version unknown after an update to {version}: {error}")
+            return None
+        if now == version or (now == before and not was_torn):
+            self._states.move(after)
+        else:
+            self._states.move(EngineState.TORN, f"version {now} after an update from {before} to {version}")
+        return now
+
+    def mark_torn(self, reason: str) -> None:
+        """Declare the weights not whole, for example after a digest that differs."""
+        self._states.move(EngineState.TORN, reason)
+
+    async def health(self) -> None:
+        """Ask whether the engine answers.
+
+        Raises:
+            EngineDeadError: When its process ended.
+            EngineError: When it does not answer, or says that its core is dead.
+        """
+        await self._call("GET", "/health")
+
+    async def abort_all(self) -> None:
+        """Cut every running request; each comes back with the tokens it has, as ``aborted``."""
+        await self._call("POST", "/abort_requests", json={})
+
+    async def stop(self) -> None:
+        """Close the connections. The server goes on: it is not ours."""
+        await self._client.close()
+        self._states.move(EngineState.STOPPED)
+
+    async def __aenter__(self) -> Self:
+        """Connect."""
+        await self.connect()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop."""
+        await self.stop()
+
+    async def _call(self, method: str, path: str, **options: Any) -> Any:
+        try:
+            return await self._client.control(method, path, **options)
+        except (EngineBusyError, EngineTimeoutError) as error:
+            raise await self._diagnose(error) from error
+
+    async def _diagnose(self, error: EngineError) -> EngineError:
+        """Return the error that tells more than ``error`` does; who owns the process knows more."""
+        return error

@@ -1,0 +1,216 @@
+"""What is asked of an engine and what comes back: tokens in, tokens out.
+
+The wire format is vLLM's ``POST /inference/v1/generate``. Every field of the sampling parameters is sent, so that no
+default of a server or of a model folder's ``generation_config.json`` decides how the policy is sampled.
+(End-of-sequence ids of the generation config still stop a generation, as they should.)
+
+The answer is checked before it is believed: one logprob a token, for that very token; finite (vLLM writes -9999.0 where
+a logprob was NaN or -inf); version spans that cover all tokens. A token whose weights are unknown cannot be trained on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vime_rollout.errors import EngineResponseError, RolloutError
+from vime_rollout.sample import LOGPROB_SLACK, SampleStatus, VersionSpan
+
+#: What vLLM sends in place of a logprob that is NaN or -inf.
+LOGPROB_SENTINEL = -9999.0
+
+_STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one response.
+
+    With ``top_p`` < 1, ``top_k`` or ``min_p`` the logprobs that come back are those of the truncated distribution,
+    which the trainer does not see: keep the defaults for exact importance ratios.
+
+    Args:
+        max_tokens: Most tokens to generate.
+        min_tokens: Fewest; end-of-sequence is masked until then.
+        temperature: Above 0 to sample; 0 takes the most probable token.
+        top_p: Nucleus; 1 keeps all.
+        top_k: Keep the k most probable; 0 keeps all.
+        min_p: Keep tokens of at least this share of the most probable one's probability; 0 keeps all.
+        stop: Strings that end the response; the tokens of the string stay in the response.
+        stop_token_ids: Token ids that end the response; the id stays in the response.
+        ignore_eos: Go on after end-of-sequence (benchmarks).
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            RolloutError: Naming the parameter.
+        """
+        checks = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "min_tokens": (0 <= self.min_tokens <= self.max_tokens, f"0..{self.max_tokens}"),
+            "temperature": (self.temperature >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "top_k": (self.top_k >= 0, "at least 0; 0 keeps all"),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+        }
+        for name, (ok, expected) in checks.items():
+            if not ok:
+                raise RolloutError(f"sampling parameter {name}", seen=str(getattr(self, name)), expected=expected)
+
+    def to_wire(self, seed: int | None) -> dict[str, Any]:
+        """Return vLLM's sampling parameters, all of them explicit."""
+        return {
+            "max_tokens": self.max_tokens,
+            "min_tokens": self.min_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "stop": list(self.stop),
+            "stop_token_ids": list(self.stop_token_ids),
+            "ignore_eos": self.ignore_eos,
+            "seed": seed,
+            "n": 1,
+            "logprobs": 0,  # the sampled token's own, and no others
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "detokenize": bool(self.stop),  # text is needed to find stop strings, and for nothing else
+            "skip_special_tokens": True,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One response asked for.
+
+    Args:
+        tokens: The prompt, at least one token id.
+        sampling: How to sample.
+        seed: Seed of this response; equal requests with equal seeds give equal tokens from equal weights.
+        request_id: Name in the engine's log.
+        session_id: Requests of one session reach one engine behind a router with sticky sessions.
+    """
+
+    tokens: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int | None = None
+    request_id: str = ""
+    session_id: str = ""
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the JSON body."""
+        body: dict[str, Any] = {"token_ids": list(self.tokens), "sampling_params": self.sampling.to_wire(self.seed)}
+        if self.request_id:
+            body["request_id"] = self.request_id
+        return body
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One checked answer.
+
+    Args:
+        tokens: Sampled ids, length R; an end-of-sequence id that was sampled is among them.
+        logprobs: Logprob (nats) of each under the distribution sampled from, length R.
+        versions: Spans that cover 0..R.
+        status: How it ended.
+        engine: Name of the engine.
+        queue_s: Seconds waited for a free slot.
+        seconds: From sending to the answer, retries included.
+        attempts: Requests sent.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    status: SampleStatus
+    engine: str = ""
+    queue_s: float = 0.0
+    seconds: float = 0.0
+    attempts: int = 1
+
+
+def parse_generation(body: Mapping[str, Any], *, engine: str, max_tokens: int) -> Generation:
+    """Check an answer of ``/inference/v1/generate`` and return it.
+
+    Args:
+        body: The decoded JSON.
+        engine: Name of the engine, for errors.
+        max_tokens: What was asked for.
+
+    Raises:
+        EngineResponseError: When anything about it is not as the module's docstring says.
+    """
+    try:
+        (choice,) = body["choices"]
+        tokens = tuple(int(t) for t in choice["token_ids"])
+        entries = (choice["logprobs"] or {}).get("content") or []
+        scored = tuple(int(e["token_id"]) for e in entries)
+        logprobs = tuple(float(e["logprob"]) for e in entries)
+        spans = tuple(_span(s, engine) for s in choice["weight_versions"] or [])
+        reason = str(choice["finish_reason"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise EngineResponseError(
+            "engine answered something that is no completion",
+            where=f"engine {engine}",
+            seen=f"{type(error).__name__} {error} in {str(body)[:300]}",
+            expected="vLLM's generate response with logprobs and weight_versions",
+        ) from error
+    if reason not in _STATUS:
+        _bad(engine, "finish reason", reason, " or ".join(_STATUS))
+    if len(tokens) > max_tokens:
+        _bad(engine, "number of tokens", str(len(tokens)), f"at most {max_tokens}")
+    if scored != tokens:
+        _bad(engine, "logprobs", f"{len(scored)} logprobs", f"one for each of the {len(tokens)} tokens")
+    for position, logprob in enumerate(logprobs):
+        if not math.isfinite(logprob) or logprob <= LOGPROB_SENTINEL or logprob > LOGPROB_SLACK:
+            _bad(
+                engine,
+                f"logprob of token {position}",
+                repr(logprob),
+                "finite and at most 0 (NaN or -inf in the model?)",
+            )
+    _check_cover(engine, spans, len(tokens))
+    return Generation(tokens, logprobs, spans, _STATUS[reason], engine=engine)
+
+
+def _span(value: Mapping[str, Any], engine: str) -> VersionSpan:
+    try:
+        version = int(value["version"])
+    except ValueError as error:
+        raise EngineResponseError(
+            "engine's weight version is no integer",
+            where=f"engine {engine}",
+            seen=repr(value["version"]),
+            expected="a version that an update or the start gave it",
+        ) from error
+    return VersionSpan(version, int(value["start"]), int(value["end"]))
+
+
+def _check_cover(engine: str, spans: tuple[VersionSpan, ...], length: int) -> None:
+    end = 0
+    for span in spans:
+        if span.start != end or span.end <= span.start:
+            break
+        end = span.end
+    if end != length:
+        _bad(engine, "version spans", str(spans), f"spans that cover all {length} tokens, in order")
+
+
+def _bad(engine: str, what: str, seen: str, expected: str) -> None:
+    raise EngineResponseError(f"engine answered a wrong {what}", where=f"engine {engine}", seen=seen, expected=expected)

@@ -1,0 +1,230 @@
+"""An engine that owns its vLLM server process, from the first check to the last process of its tree.
+
+Start: the model folder and the port are checked, the server is started under a warden, and ``/health`` is asked until
+it answers, the process ends, or the deadline passes. Readiness is then proven, not assumed: the server must carry this
+engine's name (another server may have taken the port), have an integer weight version, and generate one token with a
+logprob. Every failure on the way ends the process tree and carries the tail of the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+import time
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from vime_rollout.engine.client import EngineClient
+from vime_rollout.engine.config import EngineConfig
+from vime_rollout.engine.process import EngineProcess
+from vime_rollout.engine.remote import RemoteEngine
+from vime_rollout.engine.request import GenerateRequest, SamplingParams
+from vime_rollout.engine.state import EngineState
+from vime_rollout.errors import EngineDeadError, EngineError, EngineStartError, EngineTimeoutError
+
+_POLL_S = 0.1
+_HEALTH_S = 10.0
+#: How long a process may take to be gone after its connections broke.
+_LAST_BREATH_S = 3.0
+
+
+class VLLMEngine(RemoteEngine):
+    """One vLLM server, owned: ``async with VLLMEngine(config) as engine: ...`` starts and ends it.
+
+    Args:
+        config: How to start it.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Keep the configuration; ``start`` starts."""
+        self.config = config
+        self._process: EngineProcess | None = None
+        self.start_seconds = 0.0
+        super().__init__(f"http://{config.host}:{config.port}", name=config.name, client=self._make_client(config.port))
+
+    def _make_client(self, port: int) -> EngineClient:
+        config = self.config
+        return EngineClient(
+            f"http://{config.host}:{port}",
+            name=config.name,
+            max_concurrency=config.max_concurrency,
+            request_deadline_s=config.request_deadline_s,
+            control_deadline_s=config.control_deadline_s,
+            retries=config.retries,
+            alive=lambda: self._process is not None and self._process.poll() is None,
+        )
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the living processes of the engine."""
+        return [] if self._process is None else self._process.members()
+
+    async def start(self) -> None:
+        """Start the server and return once it has generated a token.
+
+        Raises:
+            EngineStartError: When anything stands in the way; the process tree is ended, the log's tail is in the text.
+        """
+        self._states.move(EngineState.STARTING)
+        began = time.monotonic()
+        try:
+            self.config.check_model()
+            port = self.config.port or free_port(self.config.host)
+            check_port(self.config.host, port, self.name)
+            self._client = self._make_client(port)
+            self._process = EngineProcess(
+                self.config.command(port),
+                self.config.child_environment(),
+                Path(self.config.log_path),
+                grace_s=self.config.stop_grace_s,
+                name=self.name,
+            )
+            await self._until_answering(self._process, began + self.config.start_deadline_s)
+            await self._prove()
+        except BaseException as error:
+            await self._end_process()
+            self._states.move(EngineState.DEAD, f"did not start: {error}")
+            raise
+        self._process.forget_log()
+        self.start_seconds = time.monotonic() - began
+        self._states.move(EngineState.READY)
+
+    async def connect(self, initial_version: int = 0) -> None:
+        """Start the engine; an owned engine is started, not connected to."""
+        del initial_version  # the configuration has it
+        await self.start()
+
+    async def _until_answering(self, process: EngineProcess, deadline: float) -> None:
+        while True:
+            if (code := process.poll()) is not None:
+                raise EngineStartError(
+                    "engine died while starting", where=f"engine {self.name}", seen=process.describe_end(code)
+                )
+            if time.monotonic() > deadline:
+                raise EngineStartError(
+                    "engine did not start in time",
+                    where=f"engine {self.name}",
+                    seen=f"no answer after {self.config.start_deadline_s:g} s; last lines of {process.log_path}:\n"
+                    + process.log_tail(),
+                    fix="raise start_deadline_s, or look at the log",
+                )
+            with contextlib.suppress(EngineError):  # it does not listen yet; the two ends above are the bounds
+                await self._client.control("GET", "/health", deadline_s=_HEALTH_S)
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def _prove(self) -> None:
+        try:
+            await self._check_identity()
+            await self._greet(self.config.initial_version)
+            probe = GenerateRequest((0,), SamplingParams(max_tokens=1), seed=0, request_id=f"{self.name}-probe")
+            await self._client.generate(probe)
+        except EngineStartError:
+            raise
+        except EngineError as error:
+            better = await self._diagnose(error)
+            raise EngineStartError(
+                "engine started but does not generate", where=f"engine {self.name}", seen=str(better)
+            ) from error
+
+    async def _check_identity(self) -> None:
+        models = await self._client.control("GET", "/v1/models")
+        names = [model["id"] for model in models["data"]]
+        if self.name not in names:
+            raise EngineStartError(
+                "another server answers on the engine's port",
+                where=f"engine {self.name} at {self.url}",
+                seen=f"models {names}",
+                expected=f"model {self.name}",
+            )
+
+    async def health(self) -> None:
+        """Ask whether the process lives and the server answers.
+
+        Raises:
+            EngineDeadError: When the process ended; with the tail of its log.
+            EngineError: When it lives but does not answer.
+        """
+        if dead := self._dead_error():
+            raise dead
+        await super().health()
+
+    async def stop(self) -> None:
+        """End the whole process tree, politely first. Safe to call again, and after a death."""
+        with contextlib.suppress(RuntimeError):  # connections of a loop that is closed already
+            await self._client.close()
+        await self._end_process()
+        if self.state is not EngineState.STOPPED:
+            self._states.move(EngineState.STOPPED)
+
+    async def __aenter__(self) -> Self:
+        """Start."""
+        await self.start()
+        return self
+
+    async def _end_process(self) -> None:
+        if self._process is not None:
+            # Shielded: a cancelled owner still waits for the end of what it owns.
+            await asyncio.shield(asyncio.to_thread(self._process.stop))
+
+    async def _diagnose(self, error: EngineError) -> EngineError:
+        # A process that died takes a moment to be gone; one that hangs would not go by waiting.
+        deadline = time.monotonic() + (0.0 if isinstance(error, EngineTimeoutError) else _LAST_BREATH_S)
+        while True:
+            if dead := self._dead_error():
+                return dead
+            if time.monotonic() >= deadline:
+                return error
+            await asyncio.sleep(_POLL_S)
+
+    def _dead_error(self) -> EngineDeadError | None:
+        code = None if self._process is None else self._process.poll()
+        if self._process is None or code is None:
+            return None
+        seen = self._process.describe_end(code)
+        if self.state not in (EngineState.DEAD, EngineState.STOPPED):
+            self._states.move(EngineState.DEAD, seen)
+        return EngineDeadError("engine died", where=f"engine {self.name}", seen=seen, fix="start it again")
+
+
+def free_port(host: str) -> int:
+    """Return a port that nothing listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(host: str, port: int, name: str) -> None:
+    """Check that the port can be listened on.
+
+    Raises:
+        EngineStartError: When it is busy; names the process that has it where that can be seen.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does: TIME_WAIT is not busy
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            busy = error.errno == errno.EADDRINUSE
+            raise EngineStartError(
+                "engine's port is busy" if busy else "engine cannot listen on its address",
+                where=f"engine {name} at {host}:{port}",
+                seen=_holder(port) if busy else str(error),
+                expected="a free port",
+                fix="choose another port, or 0 for a free one",
+            ) from error
+
+
+def _holder(port: int) -> str:
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+                owner = psutil.Process(connection.pid).name() if connection.pid else "unknown"
+                return f"process {connection.pid} ({owner}) listens on it"
+    except psutil.Error:
+        return "a process that cannot be seen listens on it"
+    return "something listens on it"
