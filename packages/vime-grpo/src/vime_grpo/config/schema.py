@@ -76,12 +76,11 @@ def check_keys(root: type[BaseModel], raw: Mapping[str, Any], source: str) -> No
 def _unknown(root: type[BaseModel], dotted: str, where: str) -> typing.NoReturn:
     guess = nearest(root, dotted)
     kind = "setting" if "." in dotted else "section"
-    names = ", ".join(root.model_fields) if kind == "section" else ""
+    section = dotted.partition(".")[0]
+    siblings = [key for name, key, _ in fields(root) if name == section] or list(root.model_fields)
+    fix = f"did you mean {guess!r}?" if guess else "`vime-grpo config-reference` explains them all"
     raise ConfigError(
-        f"unknown {kind} {dotted!r}",
-        where=where,
-        expected=f"{guess!r}?" if guess else names,
-        fix="correct the name; `vime-grpo config-reference` lists them all",
+        f"unknown {kind} {dotted!r}", where=where, expected="" if guess else f"one of {', '.join(siblings)}", fix=fix
     )
 
 

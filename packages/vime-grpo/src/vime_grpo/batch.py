@@ -1,0 +1,268 @@
+"""From scored samples to training rows: alignment of per-token values, and the one place where a loss is normalised.
+
+Alignment. ``fields[name][i]`` belongs to the prediction OF ``tokens[i]``; token 0 is predicted by nothing. With prompt
+length P and response length R (S = P + R) the response's values fill positions P to S - 1, and the prompt's are 0::
+
+    tokens    [ p0 ... p(P-1) | r0 ... r(R-1) ]
+    weight    [ 0  ...  0     | w  ...  w     ]     0 also where the loss mask is 0
+
+Normalisation. The weight of a trained token is its share of the global batch of one optimiser step. A trainer only adds
+weighted values, so neither micro-batches, nor packing, nor data parallelism can change the loss or its gradient. With
+T_i trained tokens in sample i and N samples that have any:
+
+=========== ===================== ===================================================================================
+aggregation weight                meaning
+=========== ===================== ===================================================================================
+sample_mean ``1 / (N T_i)``       every sample counts alike (GRPO, arXiv:2402.03300)
+token_mean  ``1 / sum_j T_j``     every token counts alike (DAPO, arXiv:2503.14476)
+horizon     ``1 / (N horizon)``   sums over tokens, one constant (Dr. GRPO, arXiv:2503.20783): no reward for length
+=========== ===================== ===================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vime_grpo.errors import BatchError
+from vime_grpo.registry import Registry
+
+Aggregation = Callable[[Tensor, int], Tensor]
+"""``(trained tokens per sample [B], horizon)`` -> weight of one trained token of each sample ``[B]``."""
+
+AGGREGATIONS: Registry[Aggregation] = Registry("loss aggregation")
+
+
+class SampleLike(Protocol):
+    """What a batch is made from; vime-rollout's ``Sample`` fits as it is, and so does :class:`TrainSample`."""
+
+    @property
+    def group_id(self) -> str:
+        """Identity of the group."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Prompt and response, ids, length S."""
+
+    @property
+    def prompt_length(self) -> int:
+        """P, at least 1."""
+
+    @property
+    def loss_mask(self) -> Sequence[int]:
+        """0 or 1 per response token, length R."""
+
+    @property
+    def logprobs(self) -> Sequence[float]:
+        """The engine's logprob of each response token, length R, nats."""
+
+    @property
+    def reward(self) -> float | None:
+        """The score."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """A plain :class:`SampleLike`, for use without vime-rollout.
+
+    Attributes:
+        group_id: Identity of the group.
+        tokens: Prompt and response, ids, length S.
+        prompt_length: P, at least 1.
+        loss_mask: 0 or 1 per response token, length R = S - P.
+        logprobs: The engine's logprob of each response token, length R, nats.
+        reward: The score.
+    """
+
+    group_id: str
+    tokens: tuple[int, ...]
+    prompt_length: int
+    loss_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    reward: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRow:
+    """One training sequence.
+
+    Attributes:
+        tokens: Token ids ``[S]``, int64.
+        fields: Per-token values ``[S]``, float32: ``weight``, ``advantage``, ``rollout_logprob`` and, when given,
+            ``old_logprob`` and ``ref_logprob``.
+    """
+
+    tokens: Tensor
+    fields: dict[str, Tensor]
+
+
+@AGGREGATIONS.register("sample_mean", paper="DeepSeekMath, arXiv:2402.03300")
+def sample_mean(trained_b: Tensor, horizon: int) -> Tensor:
+    """Return ``1 / (N T_i)``."""
+    return 1.0 / (trained_b.clamp(min=1) * (trained_b > 0).sum())
+
+
+@AGGREGATIONS.register("token_mean", paper="DAPO, arXiv:2503.14476")
+def token_mean(trained_b: Tensor, horizon: int) -> Tensor:
+    """Return ``1 / sum_j T_j``, the same for every sample."""
+    return torch.ones_like(trained_b) / trained_b.sum()
+
+
+@AGGREGATIONS.register("horizon", paper="Understanding R1-Zero-Like Training (Dr. GRPO), arXiv:2503.20783")
+def over_horizon(trained_b: Tensor, horizon: int) -> Tensor:
+    """Return ``1 / (N horizon)``, the same for every sample."""
+    return torch.ones_like(trained_b) / ((trained_b > 0).sum() * horizon)
+
+
+def build_batch(
+    samples: Sequence[SampleLike],
+    advantages: Sequence[float] | Tensor,
+    *,
+    aggregation: str = "sample_mean",
+    horizon: int | None = None,
+    old_logprobs: Mapping[int, Tensor] | Sequence[Tensor] | None = None,
+    ref_logprobs: Mapping[int, Tensor] | Sequence[Tensor] | None = None,
+) -> list[BatchRow]:
+    """Make the global batch of ONE optimiser step.
+
+    Args:
+        samples: The samples of this step; normalisation is over all of them.
+        advantages: One per sample ``[B]``, see :func:`vime_grpo.advantages.group_advantages`.
+        aggregation: Name in the registry of aggregations.
+        horizon: Longest response in tokens, for the aggregation ``horizon``.
+        old_logprobs: The trainer's logprobs before the update, by position in ``samples``, ``[S]`` each.
+        ref_logprobs: The reference model's logprobs, likewise.
+
+    Returns:
+        One row per sample, in order. A sample without trained tokens gives a row of weight 0.
+
+    Raises:
+        BatchError: A sample's lengths do not fit, values are not finite, or there is nothing to train on.
+        ConfigError: There is no such aggregation.
+    """
+    advantages_b = torch.as_tensor(advantages, dtype=torch.float32)
+    if advantages_b.shape != (len(samples),) or not bool(torch.isfinite(advantages_b).all()):
+        seen = f"shape {tuple(advantages_b.shape)}"
+        raise BatchError("bad advantages", seen=seen, expected=f"{len(samples)} finite values, one per sample")
+    for position, sample in enumerate(samples):
+        _check(sample, position)
+    weights_b = token_weights([sum(sample.loss_mask) for sample in samples], aggregation, horizon)
+    rows = []
+    for position, sample in enumerate(samples):
+        mask_s = _full(sample, sample.loss_mask)
+        fields = {
+            "weight": mask_s * weights_b[position],
+            "advantage": (mask_s != 0) * advantages_b[position],
+            "rollout_logprob": _full(sample, sample.logprobs),
+        }
+        for name, source in (("old_logprob", old_logprobs), ("ref_logprob", ref_logprobs)):
+            if source is not None:
+                fields[name] = _given(source, position, sample, name)
+        rows.append(BatchRow(torch.tensor(sample.tokens, dtype=torch.int64), fields))
+    return rows
+
+
+def token_weights(trained: Sequence[int], aggregation: str, horizon: int | None = None) -> Tensor:
+    """Return the weight of one trained token of each sample.
+
+    Args:
+        trained: Trained tokens per sample, length B.
+        aggregation: Name in the registry.
+        horizon: For the aggregation ``horizon``.
+
+    Returns:
+        Weights ``[B]``, float32, computed in float64.
+
+    Raises:
+        BatchError: No sample has a trained token, or the horizon is missing.
+        ConfigError: There is no such aggregation.
+    """
+    weigh = AGGREGATIONS.get(aggregation)
+    if not any(trained):
+        raise BatchError(
+            "nothing to train on", seen=f"{len(trained)} samples without trained tokens", expected="at least one"
+        )
+    if aggregation == "horizon" and (horizon is None or horizon < 1):
+        raise BatchError("the aggregation 'horizon' needs a horizon", seen=repr(horizon), expected="at least 1")
+    return weigh(torch.tensor(trained, dtype=torch.float64), horizon or 1).float()
+
+
+def split_updates(group_ids: Sequence[Hashable], updates: int) -> list[list[int]]:
+    """Divide a rollout's samples over its optimiser steps, never cutting a group.
+
+    Args:
+        group_ids: Identity of each sample's group, in any order.
+        updates: Optimiser steps.
+
+    Returns:
+        Positions of each step's samples. Groups are dealt in order of first appearance; their numbers differ by at
+        most one.
+
+    Raises:
+        BatchError: There are fewer groups than steps.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for position, group in enumerate(group_ids):
+        groups.setdefault(group, []).append(position)
+    if not 1 <= updates <= len(groups):
+        raise BatchError(
+            "not enough groups for the optimiser steps",
+            seen=f"{len(groups)} groups for {updates} steps",
+            expected="at least one group a step",
+            fix="lower algorithm.steps_per_rollout or raise rollout.batch_size",
+        )
+    members = list(groups.values())
+    share, more = divmod(len(members), updates)
+    parts, start = [], 0
+    for step in range(updates):
+        end = start + share + (step < more)
+        parts.append([position for group in members[start:end] for position in group])
+        start = end
+    return parts
+
+
+def _check(sample: SampleLike, position: int) -> None:
+    response = len(sample.tokens) - sample.prompt_length
+    where = f"sample {position}, group {sample.group_id!r}"
+    if sample.prompt_length < 1 or response < 0:
+        seen = f"prompt_length {sample.prompt_length}, {len(sample.tokens)} tokens"
+        raise BatchError("bad prompt length", where=where, seen=seen, expected="1 to the number of tokens")
+    for name in ("loss_mask", "logprobs"):
+        if len(getattr(sample, name)) != response:
+            seen, expected = f"{len(getattr(sample, name))} values", f"{response}, one per response token"
+            raise BatchError(f"{name} does not match the response", where=where, seen=seen, expected=expected)
+    if not set(sample.loss_mask) <= {0, 1}:
+        raise BatchError("loss_mask holds other values than 0 and 1", where=where, seen=str(set(sample.loss_mask)))
+    if not bool(torch.isfinite(torch.tensor(sample.logprobs, dtype=torch.float32)).all()):
+        raise BatchError(
+            "an engine's logprob is not finite",
+            where=where,
+            fix="see the engine's log; such tokens cannot be trained on",
+        )
+
+
+def _full(sample: SampleLike, values: Sequence[float]) -> Tensor:
+    """Return response values ``[R]`` as ``[S]``, 0 over the prompt."""
+    full_s = torch.zeros(len(sample.tokens), dtype=torch.float32)
+    full_s[sample.prompt_length :] = torch.tensor(values, dtype=torch.float32)
+    return full_s
+
+
+def _given(source: Mapping[int, Tensor] | Sequence[Tensor], position: int, sample: SampleLike, name: str) -> Tensor:
+    where = f"{name} of sample {position}, group {sample.group_id!r}"
+    try:
+        values_s = source[position]
+    except (KeyError, IndexError) as error:
+        raise BatchError("logprobs are missing", where=where, seen=f"{len(source)} given") from error
+    if values_s.shape != (len(sample.tokens),):
+        seen, expected = f"shape {tuple(values_s.shape)}", f"one value per token, ({len(sample.tokens)},)"
+        raise BatchError("logprobs do not match the tokens", where=where, seen=seen, expected=expected)
+    values_s = values_s.detach().to("cpu", torch.float32)
+    trained = torch.tensor(sample.loss_mask, dtype=torch.bool)
+    if not bool(torch.isfinite(values_s[sample.prompt_length :][trained]).all()):
+        raise BatchError("a logprob is not finite", where=where, fix="the model's weights or its input are broken")
+    return values_s
