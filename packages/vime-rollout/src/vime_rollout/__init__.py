@@ -4,6 +4,7 @@ One trip: a ``DataSource`` hands out prompts; a ``Rollout`` has an engine (or a 
 times and scores the answers; the scored ``SampleGroup`` goes into the ``DataBuffer``, where the trainer takes it.
 """
 
+from vime_rollout.buffer import BufferCounts, DataBuffer
 from vime_rollout.data import DataConfig, DataSource, EpochSource, open_data_source
 from vime_rollout.data.rows import RowKeys
 from vime_rollout.engine import (
@@ -18,31 +19,46 @@ from vime_rollout.engine import (
     VLLMEngine,
 )
 from vime_rollout.errors import RolloutError
+from vime_rollout.metrics import rollout_metrics, zero_reasons
+from vime_rollout.pool import EnginePool
+from vime_rollout.rewards import Reward, Score, load_reward
+from vime_rollout.rollout import GenerateFunction, Rollout, RolloutConfig
 from vime_rollout.sample import Prompt, Sample, SampleGroup, SampleStatus, Timings, VersionSpan, full_length
 from vime_rollout.tokens import Encoder
 
 __all__ = [
+    "BufferCounts",
     "CpuOptions",
+    "DataBuffer",
     "DataConfig",
     "DataSource",
     "Encoder",
     "Engine",
     "EngineConfig",
+    "EnginePool",
     "EngineState",
     "EpochSource",
+    "GenerateFunction",
     "GenerateRequest",
     "Generation",
     "Prompt",
     "RemoteEngine",
+    "Reward",
+    "Rollout",
+    "RolloutConfig",
     "RolloutError",
     "RowKeys",
     "Sample",
     "SampleGroup",
     "SampleStatus",
     "SamplingParams",
+    "Score",
     "Timings",
     "VLLMEngine",
     "VersionSpan",
     "full_length",
+    "load_reward",
     "open_data_source",
+    "rollout_metrics",
+    "zero_reasons",
 ]

@@ -26,7 +26,7 @@ class StateError(RolloutError):
     """A saved state does not belong to the object that should load it."""
 
 
-class BufferError(RolloutError):  # noqa: A001 - the package has one buffer; the builtin is about memory views
+class DataBufferError(RolloutError):
     """The data buffer refuses a group: unknown, admitted twice, unscored, or no room."""
 
 

@@ -51,28 +51,18 @@ class GymData:
         seed: Seed of the generator.
         size: Number of entries.
         options: Further options of the task.
-        system_prompt: When set, prompts are chat messages with this system message; else plain text.
 
     Raises:
         DataError: When the task cannot be built or has no entries.
     """
 
-    def __init__(
-        self,
-        task: str,
-        *,
-        seed: int,
-        size: int,
-        options: Mapping[str, Any] | None = None,
-        system_prompt: str | None = None,
-    ) -> None:
+    def __init__(self, task: str, *, seed: int, size: int, options: Mapping[str, Any] | None = None) -> None:
         """Build the task's data set."""
         if size < 1:
             raise DataError("data set is empty", where=f"task {task}", seen=f"size {size}", expected="at least 1")
         self.name = f"{task}-{seed}"
         self.recipe: dict[str, Any] = {"task": task, "seed": seed, "size": size, "options": dict(options or {})}
-        self.fingerprint = fingerprint(json.dumps(self.recipe, sort_keys=True), str(system_prompt))
-        self._system = system_prompt
+        self.fingerprint = fingerprint(json.dumps(self.recipe, sort_keys=True))
         self._size = size
         self._entries = gym_dataset(task, seed, size, self.recipe["options"])
 
@@ -83,10 +73,7 @@ class GymData:
     def __getitem__(self, row: int) -> Prompt:
         """Return the prompt of one entry."""
         entry = self._entries[row]
-        question = str(entry["question"])
-        form: dict[str, Any] = {"text": question}
-        if self._system is not None:
-            system = {"role": "system", "content": self._system}
-            form = {"messages": (system, {"role": "user", "content": question})}
         metadata = {GYM_KEY: {**self.recipe, "index": row}}
-        return Prompt(id=f"{self.name}:{row}", label=str(entry["answer"]), metadata=metadata, **form)
+        return Prompt(
+            id=f"{self.name}:{row}", text=str(entry["question"]), label=str(entry["answer"]), metadata=metadata
+        )

@@ -27,7 +27,7 @@ class ParquetData:
         """Read the named columns and check every row."""
         try:
             columns = pq.read_schema(path).names
-            wanted = [c for c in (keys.prompt, keys.label, keys.metadata, keys.id) if c in columns]
+            wanted = [c for c in (keys.prompt, keys.label, keys.metadata, keys.id) if c is not None and c in columns]
             table = pq.read_table(path, columns=wanted)
         except (OSError, pa.ArrowException) as error:
             raise DataError("data file cannot be read", where=str(path), seen=str(error)) from error

@@ -6,6 +6,7 @@ label key holds the reference answer; the metadata key holds a mapping. Only the
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -22,15 +23,15 @@ class RowKeys:
 
     Args:
         prompt: String or chat messages; required in every row.
-        label: Reference answer; turned into a string. A row without it has no label.
-        metadata: Mapping of JSON values; a row without it has none.
-        id: Stable name of the row; without it the row number is the name.
+        label: Reference answer; turned into a string. A row without it has no label. ``None`` reads none.
+        metadata: Mapping of JSON values; a row without it has none. ``None`` reads none.
+        id: Stable name of the row; without it, or with ``None``, the row number is the name.
     """
 
     prompt: str = "prompt"
-    label: str = "label"
-    metadata: str = "metadata"
-    id: str = "id"
+    label: str | None = "label"
+    metadata: str | None = "metadata"
+    id: str | None = "id"
 
 
 def to_prompt(row: Mapping[str, Any], keys: RowKeys, *, name: str, number: int, where: str) -> Prompt:
@@ -53,13 +54,13 @@ def to_prompt(row: Mapping[str, Any], keys: RowKeys, *, name: str, number: int, 
             seen="keys " + ", ".join(map(repr, row)),
             fix="name the prompt's key in the data configuration",
         )
-    metadata = row.get(keys.metadata)
+    metadata = _get(row, keys.metadata)
     if metadata is not None and not isinstance(metadata, Mapping):
         raise DataError(f"{keys.metadata!r} is no mapping", where=where, seen=type(metadata).__name__)
-    row_id = row.get(keys.id)
+    row_id = _get(row, keys.id)
     return Prompt(
         id=f"{name}:{number if row_id is None else row_id}",
-        label=_label(row.get(keys.label)),
+        label=_label(_get(row, keys.label)),
         metadata=dict(metadata or {}),
         **_question(row[keys.prompt], where, keys.prompt),
     )
@@ -83,6 +84,18 @@ def _question(value: Any, where: str, key: str) -> dict[str, Any]:
                 expected='{"role": ..., "content": ...}',
             )
     return {"messages": tuple(dict(m) for m in value)}
+
+
+def as_chat(prompt: Prompt, system_prompt: str | None) -> Prompt:
+    """Return the prompt as chat messages: a string becomes one user message, after a system message if there is one."""
+    messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+    if system_prompt is not None:
+        messages = ({"role": "system", "content": system_prompt}, *messages)
+    return dataclasses.replace(prompt, messages=messages, text="")
+
+
+def _get(row: Mapping[str, Any], key: str | None) -> Any:
+    return None if key is None else row.get(key)
 
 
 def _label(value: Any) -> str | None:

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from vime_rollout.data.gym import GymData
 from vime_rollout.data.jsonl import JsonlData
 from vime_rollout.data.parquet import ParquetData
-from vime_rollout.data.rows import RowKeys
+from vime_rollout.data.rows import RowKeys, as_chat
 from vime_rollout.errors import DataError, StateError
 from vime_rollout.sample import Prompt
 from vime_rollout.tokens import Encoder
@@ -68,7 +69,8 @@ class DataConfig:
         gym_seed: Seed of the task's generator.
         gym_size: Number of entries to generate.
         gym_options: Further options of the task.
-        system_prompt: For gym tasks: makes chat messages with this system message.
+        apply_chat_template: Turn plain strings into one user message, so that the chat template is applied to them.
+        system_prompt: System message before each prompt; needs ``apply_chat_template``.
         shuffle: Shuffle each epoch; else file order.
         seed: Seed of the shuffle.
         max_prompt_tokens: Longest prompt that fits, in tokens; ``None`` means no bound is checked.
@@ -81,6 +83,7 @@ class DataConfig:
     gym_seed: int = 0
     gym_size: int = 10_000
     gym_options: Mapping[str, Any] = field(default_factory=dict)
+    apply_chat_template: bool = False
     system_prompt: str | None = None
     shuffle: bool = True
     seed: int = 0
@@ -95,6 +98,7 @@ class EpochSource:
         data: The prompts.
         shuffle: Shuffle each epoch.
         seed: Seed of the shuffle.
+        form: Last change to a prompt before it is encoded, such as ``as_chat``.
         encoder: Makes token ids; without one, prompts come without tokens and no length is checked.
         max_prompt_tokens: Longest prompt allowed, in tokens.
         overlong: ``"error"`` or ``"drop"``.
@@ -109,6 +113,7 @@ class EpochSource:
         *,
         shuffle: bool = True,
         seed: int = 0,
+        form: Callable[[Prompt], Prompt] | None = None,
         encoder: Encoder | None = None,
         max_prompt_tokens: int | None = None,
         overlong: Literal["error", "drop"] = "error",
@@ -119,6 +124,7 @@ class EpochSource:
         self._data = data
         self._shuffle = shuffle
         self._seed = seed
+        self._form = form
         self._encoder = encoder
         self._max_prompt_tokens = max_prompt_tokens
         self._overlong = overlong
@@ -163,6 +169,7 @@ class EpochSource:
             self._order = self._permutation(self._epoch)
         prompt = self._data[self._order[self._offset]]
         prompt = dataclasses.replace(prompt, position=self._served, epoch=self._epoch)
+        prompt = prompt if self._form is None else self._form(prompt)
         if self._encoder is not None:
             prompt = self._encoder.encode(prompt)
             if self._too_long(prompt):
@@ -242,13 +249,7 @@ def open_data(config: DataConfig) -> PromptData:
     if (config.path is None) == (config.gym_task is None):
         raise DataError("data configuration is ambiguous", expected="exactly one of path and gym_task")
     if config.gym_task is not None:
-        return GymData(
-            config.gym_task,
-            seed=config.gym_seed,
-            size=config.gym_size,
-            options=config.gym_options,
-            system_prompt=config.system_prompt,
-        )
+        return GymData(config.gym_task, seed=config.gym_seed, size=config.gym_size, options=config.gym_options)
     path = Path(config.path or "")
     if path.suffix == ".jsonl":
         return JsonlData(path, config.keys)
@@ -269,10 +270,13 @@ def open_data_source(config: DataConfig, encoder: Encoder | None = None) -> Epoc
     """
     if config.max_prompt_tokens is not None and encoder is None:
         raise DataError("max_prompt_tokens needs an encoder", fix="pass the model's Encoder")
+    if config.system_prompt is not None and not config.apply_chat_template:
+        raise DataError("system_prompt needs apply_chat_template", seen=repr(config.system_prompt[:60]))
     return EpochSource(
         open_data(config),
         shuffle=config.shuffle,
         seed=config.seed,
+        form=partial(as_chat, system_prompt=config.system_prompt) if config.apply_chat_template else None,
         encoder=encoder,
         max_prompt_tokens=config.max_prompt_tokens,
         overlong=config.overlong,

@@ -21,20 +21,24 @@ class CpuOptions:
     """Bounds for an engine on a CPU, where it would take all cores and half of the memory otherwise.
 
     Args:
-        kv_cache_gib: Memory for the KV cache, GiB.
+        kv_cache_gib: Memory for the KV cache, GiB; vLLM would take a share of the host's memory.
         threads: OpenMP threads of a worker.
         fast_start: Run worker and engine core in one process and compile nothing: minutes less for small models, some
             speed less for large ones.
     """
 
-    kv_cache_gib: int = 1
+    kv_cache_gib: float = 1.0
     threads: int = 1
     fast_start: bool = True
 
-    def environment(self) -> dict[str, str]:
+    def arguments(self) -> list[str]:
+        """Return the command-line arguments that set these bounds."""
+        return ["--kv-cache-memory-bytes", str(int(self.kv_cache_gib * 2**30))]
+
+    def environment(self) -> dict[str, str | None]:
         """Return the environment variables that set these bounds."""
-        variables = {
-            "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
+        variables: dict[str, str | None] = {
+            "VLLM_CPU_KVCACHE_SPACE": None,  # whole GiB only, and it would win over the argument
             # Binding threads to cores would put two engines of one host onto the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(self.threads),
@@ -121,6 +125,7 @@ class EngineConfig:
         flags += ["--enforce-eager"] if self.enforce_eager else []
         flags += ["--enable-sleep-mode"] if self.enable_sleep_mode else []
         pairs = [part for name, value in options.items() if value is not None for part in (name, value)]
+        flags += [] if self.cpu is None else self.cpu.arguments()
         return [self.python, "-m", self.module, *pairs, *flags, *self.arguments]
 
     def child_environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -36,7 +36,7 @@ class SamplingParams:
         min_tokens: Fewest; end-of-sequence is masked until then.
         temperature: Above 0 to sample; 0 takes the most probable token.
         top_p: Nucleus; 1 keeps all.
-        top_k: Keep the k most probable; 0 keeps all.
+        top_k: Keep the k most probable; -1 keeps all.
         min_p: Keep tokens of at least this share of the most probable one's probability; 0 keeps all.
         stop: Strings that end the response; the tokens of the string stay in the response.
         stop_token_ids: Token ids that end the response; the id stays in the response.
@@ -47,7 +47,7 @@ class SamplingParams:
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = -1
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -64,7 +64,7 @@ class SamplingParams:
             "min_tokens": (0 <= self.min_tokens <= self.max_tokens, f"0..{self.max_tokens}"),
             "temperature": (self.temperature >= 0, "at least 0"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (self.top_k >= 0, "at least 0; 0 keeps all"),
+            "top_k": (self.top_k == -1 or self.top_k >= 1, "at least 1, or -1 for all"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
         }
         for name, (ok, expected) in checks.items():
@@ -78,7 +78,7 @@ class SamplingParams:
             "min_tokens": self.min_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
+            "top_k": max(self.top_k, 0),
             "min_p": self.min_p,
             "stop": list(self.stop),
             "stop_token_ids": list(self.stop_token_ids),
