@@ -124,6 +124,24 @@ def child_environment(
     return ChildEnvironment(env, mask.local_indices, mask.text, removed, replaced)
 
 
+def with_mask(platform: Platform, base: Mapping[str, str], text: str) -> dict[str, str]:
+    """Return a copy of an environment under one mask and no other, without any judgement of the mask.
+
+    For probes and tests that need a mask which ``child_environment`` would never write.
+
+    Args:
+        platform: HIP or CUDA.
+        base: The environment to start from.
+        text: The mask, as it shall stand.
+
+    Returns:
+        The environment.
+    """
+    env = {name: value for name, value in base.items() if platform is Platform.CUDA or name != variables.ROCR}
+    names = (variables.CUDA,) if platform is Platform.CUDA else (variables.HIP, variables.CUDA)
+    return env | dict.fromkeys(names, text)
+
+
 def ray_environment(platform: Platform) -> dict[str, str]:
     """Return what tells Ray to leave the masks alone; set it before ``ray start`` and in every worker.
 

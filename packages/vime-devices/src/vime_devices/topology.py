@@ -60,12 +60,14 @@ class Node:
         devices: The devices; ``devices[i].index == i``.
         notes: What a reader should know: ids that were replaced, an enumeration order that is not certain.
         hidden: KFD GPU nodes that this container may not use.
+        assumed: Whether the devices were made up to reason about another machine.
     """
 
     platform: Platform
     devices: tuple[Device, ...]
     notes: tuple[str, ...] = ()
     hidden: int = 0
+    assumed: bool = False
 
 
 def discover_node(platform: Platform, root: Path = Path("/")) -> Node:
@@ -98,7 +100,7 @@ def synthetic_node(platform: Platform, count: int) -> Node:
         count: How many devices.
 
     Returns:
-        A node that says in its notes that it is not real.
+        A node marked as ``assumed``.
     """
     devices = []
     for index in range(count):
@@ -109,7 +111,7 @@ def synthetic_node(platform: Platform, count: int) -> Node:
         else:
             unique = f"00000000-0000-4000-8000-{index + 1:012x}"
             devices.append(Device(index, DeviceId("nvidia", unique, None, unique), f"GPU-{unique}", bdf))
-    return Node(platform, tuple(devices), ("devices are assumed, not read from this machine",))
+    return Node(platform, tuple(devices), assumed=True)
 
 
 def boot_id(root: Path = Path("/")) -> str:
