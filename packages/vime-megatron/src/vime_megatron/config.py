@@ -134,8 +134,8 @@ class TrainerConfig:
         object.__setattr__(self, "model", Path(self.model))
         for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(self.max_tokens_per_microbatch >= 1, "max_tokens_per_microbatch", self.max_tokens_per_microbatch, ">= 1")
-        _require(self.logprob_chunk_tokens >= 1, "logprob_chunk_tokens", self.logprob_chunk_tokens, "at least 1")
+        for name in ("max_tokens_per_microbatch", "logprob_chunk_tokens"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(self.temperature > 0, "temperature", self.temperature, "a positive number (greedy has no gradient)")
         _require(self.timeout_s > 0, "timeout_s", self.timeout_s, "a positive number of seconds")
         _require(

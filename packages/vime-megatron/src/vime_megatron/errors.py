@@ -1,8 +1,8 @@
 """The errors of vime-megatron.
 
-Every one carries what happened, where, what was seen, what was expected and how to mend it (see
-:class:`vime_devices.VimeError`). A failed step or save leaves the trainer and the last checkpoint as they were, unless the
-text says otherwise.
+Each carries what happened, where, what was seen, what was expected and how to mend it (see
+:class:`vime_devices.VimeError`). A failed step or save leaves the trainer and the last checkpoint as they were, unless
+the text says otherwise.
 """
 
 from __future__ import annotations

@@ -1,19 +1,34 @@
-"""The trainer of one rank."""
+"""The trainer of one rank: the global batch in, one optimiser step, weights as regions or files out.
+
+Nothing here launches processes: a caller starts ``world_size`` of them (Ray, torchrun, spawn) and gives each its rank.
+
+A step is: plan the batch (same plan on every rank), run Megatron's forward-backward schedule over this rank's packed
+micro-batches, let Megatron reduce the gradients, refuse the step if anything is not finite, set the learning rate,
+step. Losses and gradients are sums throughout; the injected loss holds the normaliser.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from vime_megatron.batch import TokenLoss, TrainSequence
+from vime_megatron.batch import BatchPlan, TokenLoss, TrainSequence, check_batch, plan_batch
 from vime_megatron.config import TrainerConfig
+from vime_megatron.families import load_family
+from vime_megatron.families.mapping import checkpoint_names, placements
+from vime_megatron.platform import select_platform
 
 if TYPE_CHECKING:
     from vime_sync import WeightSource
+
+    from vime_megatron.logprobs import VocabShard
+    from vime_megatron.microbatch import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,17 @@ class StepMetrics:
     step: int
 
 
+@dataclass
+class TrainerState:
+    """What a checkpoint continues from, besides weights and optimiser.
+
+    Attributes:
+        step: Optimiser updates done.
+    """
+
+    step: int = 0
+
+
 class MegatronTrainer:
     """One rank of a Megatron-Core trainer; no launcher and no Ray inside.
 
@@ -47,38 +73,267 @@ class MegatronTrainer:
         rank: This process's rank, 0-based.
         world_size: Number of ranks.
         init_method: ``torch.distributed`` rendezvous, such as ``tcp://127.0.0.1:29500``; not needed for one rank.
+        device_index: Which visible GPU this rank uses.
+
+    Raises:
+        ModelError: The folder is not a supported model, or does not divide by the parallel sizes.
+        PlatformError: The device that was asked for is not there.
+        TrainerError: The process already holds a trainer, or the sizes do not fit the world.
     """
 
     def __init__(
-        self, config: TrainerConfig, *, rank: int = 0, world_size: int = 1, init_method: str | None = None
+        self,
+        config: TrainerConfig,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        init_method: str | None = None,
+        device_index: int = 0,
     ) -> None:
-        """Build the model and the optimiser."""
-        raise NotImplementedError
+        """Join the group, build the model, load its weights, make the optimiser."""
+        self.config = config
+        self.state = TrainerState()
+        self._family, self.shape = load_family(config.model)
+        self.max_length = config.max_sequence_length or self.shape.max_positions
+        self._platform = select_platform(config.device, device_index)
+        with self._platform.active():
+            self._build(rank, world_size, init_method)
+
+    def _build(self, rank: int, world_size: int, init_method: str | None) -> None:
+        from vime_megatron.forward import Forward
+        from vime_megatron.model.core_attention import select_core_attention
+        from vime_megatron.model.packing import inverse_frequencies
+        from vime_megatron.model.policy import DTYPES, build_policy
+        from vime_megatron.parallel import connect
+
+        config, shape, platform = self.config, self.shape, self._platform
+        core = select_core_attention(config.attention, platform.device, DTYPES[config.dtype])
+        self.topology = connect(
+            config, shape, rank=rank, world_size=world_size, init_method=init_method, backend=platform.backend
+        )
+        platform.seed(config.seed)
+        layout = self.topology.layout
+        self._frequencies = inverse_frequencies(shape.head_dim, shape.rope_theta)
+        self.model = build_policy(
+            shape, config, core_attention=core, first_stage=layout.first_stage, last_stage=layout.last_stage
+        )
+        self._placed = placements(self._family.rules, shape, layout)
+        self.params: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
+        self._load_weights()
+        self._wrap(DTYPES[config.dtype])
+        self.model.train()
+        self._forward = Forward(
+            self.model,
+            self.ddp,
+            shard=self._vocab_shard(),
+            temperature=config.temperature,
+            max_tokens=config.max_tokens_per_microbatch,
+        )
+
+    def _load_weights(self) -> None:
+        from vime_megatron.weights.random import draw_weights
+        from vime_megatron.weights.reader import load_folder
+
+        for param in self.params.values():
+            param.data.zero_()  # rows that only pad the vocabulary are never written
+        if self.config.random_weights:
+            draw_weights(self.params, self._placed, seed=self.config.seed, std=self.shape.init_std)
+        else:
+            names = checkpoint_names(self._family.rules, self.shape)
+            load_folder(self.config.model, self.params, self._placed, names)
+
+    def _wrap(self, dtype: torch.dtype) -> None:
+        from vime_megatron.optim import build_optimizer, gradient_buffers, wrap_data_parallel
+        from vime_megatron.weights.buffers import flatten_parameters, locate
+
+        settings = self.config.optimizer
+        split = {place.param for place in self._placed if place.split}
+        for name, param in self.params.items():
+            param.tensor_model_parallel = name in split  # type: ignore[attr-defined]  # Megatron's gradient norm asks
+        buffers = [] if settings.distributed else flatten_parameters(self.params)
+        self.ddp = wrap_data_parallel(self.model, settings)
+        if settings.distributed:
+            buffers = [buffer.param_data for buffer in gradient_buffers(self.ddp)]
+        self._buffers, self._slots = locate(self.params, buffers)
+        self.optimizer, self.scheduler = build_optimizer(self.ddp, settings, dtype)
+
+    def _vocab_shard(self) -> VocabShard:
+        from vime_megatron.logprobs import VocabShard
+
+        layout = self.topology.layout
+        each = -(-self.shape.vocab // layout.tp_size)
+        start = layout.tp_rank * each
+        rows = max(0, min(each, self.shape.vocab - start))
+        return VocabShard(start, rows, self.topology.tp_group, self.config.logprob_chunk_tokens)
 
     def step(self, sequences: Sequence[TrainSequence], loss: TokenLoss) -> StepMetrics:
-        """Do one optimiser step on the global batch (the same on every rank)."""
-        raise NotImplementedError
+        """Do one optimiser step on the global batch.
+
+        Args:
+            sequences: The global batch, the same on every rank.
+            loss: Called once per packed micro-batch; see :data:`~vime_megatron.TokenLoss`.
+
+        Returns:
+            Metrics of the whole batch, the same on every rank.
+
+        Raises:
+            BatchError: The batch cannot be used; nothing has happened.
+            GradientError: The loss or a gradient is not finite; weights and optimiser are as before.
+        """
+        from vime_megatron.optim import check_finite
+
+        started = time.perf_counter()
+        with self._platform.active():
+            plan = self._plan(sequences)
+            self.ddp.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            batches = self._microbatches(sequences, plan, every_token=False)
+            totals = self._total(self._forward.train(batches, plan.count, loss))
+            check_finite(self.ddp, self.topology, totals["loss"])
+            self.scheduler.step(increment=1)
+            lr = float(self.optimizer.param_groups[0]["lr"])
+            _updated, grad_norm, _zeros = self.optimizer.step()
+            self._platform.synchronize()
+        self.state.step += 1
+        return StepMetrics(
+            loss=totals.pop("loss"),
+            grad_norm=float(grad_norm),
+            lr=lr,
+            metrics=totals,
+            tokens=sum(len(sequence) for sequence in sequences),
+            seconds=time.perf_counter() - started,
+            step=self.state.step,
+        )
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> dict[int, Tensor]:
-        """Return log-probabilities ``[S]`` of this rank's shard by global index; element 0 is 0."""
-        raise NotImplementedError
+        """Compute log-probabilities under the current weights, at the configured temperature.
+
+        Args:
+            sequences: The global batch, the same on every rank; weights are ignored, each token gets a value.
+
+        Returns:
+            For each sequence of this rank's data-parallel shard, by global index: float32 ``[S]`` on the CPU. Element
+            ``i`` is the log-probability of token ``i`` after those before it; element 0 is 0.
+
+        Raises:
+            BatchError: The batch cannot be used.
+        """
+        with self._platform.active():
+            plan = self._plan(sequences)
+            results = self._forward.score(self._microbatches(sequences, plan, every_token=True), plan.count)
+            results = self.topology.from_last_stage(results)
+        return {index: values for scores in results for index, values in scores.items()}
 
     def source(self) -> WeightSource:
-        """Return this rank's weights as vime-sync regions of the long-lived parameter buffers."""
-        raise NotImplementedError
+        """Describe this rank's weights as regions of the long-lived parameter buffers; nothing is copied.
 
-    def save(self, folder: Path) -> None:
-        """Publish a checkpoint at ``folder``, atomically."""
-        raise NotImplementedError
+        Returns:
+            A vime-sync source. Its buffers are the ones that the optimiser writes, for the trainer's whole life.
+        """
+        from vime_megatron.weights.regions import weight_source
 
-    def load(self, folder: Path) -> None:
-        """Continue exactly from a checkpoint."""
-        raise NotImplementedError
+        return weight_source(self._placed, self._buffers, self._slots, rank=self.topology.rank)
 
-    def export_hf(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face folder."""
-        raise NotImplementedError
+    def save(self, folder: Path | str) -> None:
+        """Publish a checkpoint at ``folder``: weights, optimiser, schedule, random state and step counter.
+
+        It is written beside ``folder`` and renamed when it is complete and on disk; until then a checkpoint that is
+        there stays valid. Every rank must call it, with the same folder on a shared file system.
+
+        Args:
+            folder: Where the checkpoint will be.
+
+        Raises:
+            CheckpointError: A rank could not write (on every rank); nothing was published.
+        """
+        from vime_megatron.checkpoint import save_checkpoint
+
+        with self._platform.active():
+            save_checkpoint(self, Path(folder))
+
+    def load(self, folder: Path | str) -> None:
+        """Continue exactly from a checkpoint that the same layout wrote.
+
+        Args:
+            folder: What :meth:`save` published.
+
+        Raises:
+            CheckpointError: There is no valid checkpoint, a file fails its checksum, or layout or model differ.
+        """
+        from vime_megatron.checkpoint import load_checkpoint
+
+        with self._platform.active():
+            load_checkpoint(self, Path(folder))
+
+    def export_hf(self, folder: Path | str, *, max_file_bytes: int = 5 * 10**9) -> None:
+        """Write the weights as a Hugging Face folder, with the source folder's configuration and tokenizer.
+
+        Every rank must call it; rank 0 writes.
+
+        Args:
+            folder: Appears when it is complete; replaces one that is there.
+            max_file_bytes: Largest safetensors file.
+
+        Raises:
+            CheckpointError: Rank 0 could not write (on every rank).
+        """
+        from vime_megatron.checkpoint import publish
+        from vime_megatron.weights.writer import copy_companions, gather_tensors, write_tensors
+
+        placed = [placements(self._family.rules, self.shape, layout) for layout in self.topology.layouts]
+        tensors = gather_tensors(self.params, placed, rank=self.topology.rank, device=self._platform.device)
+
+        def write(temporary: Path) -> None:
+            if self.topology.rank == 0:
+                write_tensors(temporary, tensors, max_file_bytes=max_file_bytes)
+                copy_companions(self.config.model, temporary)
+            else:
+                for _nothing in tensors:
+                    pass
+
+        with self._platform.active():
+            publish(self.topology, Path(folder), write)
 
     def close(self) -> None:
-        """Leave the process group; the object is not usable afterwards."""
-        raise NotImplementedError
+        """Leave the process groups; the trainer is not usable afterwards."""
+        self.topology.close()
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is a view of the long-lived weight buffers."""
+        storage = tensor.untyped_storage().data_ptr()
+        return any(storage == buffer.untyped_storage().data_ptr() for buffer in self._buffers.values())
+
+    def _plan(self, sequences: Sequence[TrainSequence]) -> BatchPlan:
+        check_batch(sequences, max_length=self.max_length, vocab_size=self.shape.vocab)
+        return plan_batch(
+            [len(sequence) for sequence in sequences],
+            ranks=self.topology.dp_size,
+            max_tokens=self.config.max_tokens_per_microbatch,
+        )
+
+    def _microbatches(
+        self, sequences: Sequence[TrainSequence], plan: BatchPlan, *, every_token: bool
+    ) -> Iterator[MicroBatch]:
+        from vime_megatron.microbatch import build_microbatch
+
+        for indices in plan.microbatches[self.topology.dp_rank]:
+            yield build_microbatch(
+                sequences,
+                indices,
+                inverse_frequencies=self._frequencies,
+                device=self._platform.device,
+                multiple=self.config.tensor_parallel if self.config.sequence_parallel else 1,
+                every_token=every_token,
+            )
+
+    def _total(self, sums: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        """Add the micro-batches of all ranks, in rank order and double precision."""
+        mine: dict[str, float] = {}
+        for values in sums:
+            for name, value in values.items():
+                mine[name] = mine.get(name, 0.0) + float(value)
+        totals: dict[str, float] = {"loss": 0.0}
+        for theirs in self.topology.gather(mine if self.topology.counts_once else {}):
+            for name, value in theirs.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals

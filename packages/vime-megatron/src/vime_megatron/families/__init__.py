@@ -1,0 +1,65 @@
+"""Model families: one folder each, with the same two files (``config.py``, ``mapping.py``).
+
+A family is data: how its ``config.json`` reads as a :class:`~vime_megatron.families.shape.ModelShape`, and the rules
+that say where its checkpoint tensors lie. The modules are shared (:mod:`vime_megatron.model`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vime_megatron.errors import ModelError
+from vime_megatron.families import qwen3
+from vime_megatron.families.mapping import Rule
+from vime_megatron.families.shape import ModelShape, read_config
+
+
+@dataclass(frozen=True)
+class Family:
+    """One supported kind of model.
+
+    Attributes:
+        architecture: Hugging Face class name.
+        shape_of: Reads ``config.json``.
+        rules: Its mapping.
+    """
+
+    architecture: str
+    shape_of: Callable[[Mapping[str, Any]], ModelShape]
+    rules: tuple[Rule, ...]
+
+
+_FAMILIES = {module.ARCHITECTURE: Family(module.ARCHITECTURE, module.shape_of, module.RULES) for module in (qwen3,)}
+
+
+def load_family(folder: Path) -> tuple[Family, ModelShape]:
+    """Find the family of a model folder and read its shape.
+
+    Args:
+        folder: Hugging Face folder.
+
+    Returns:
+        The family and the model's shape.
+
+    Raises:
+        ModelError: Not a model folder, or an architecture or setting that is not supported.
+    """
+    config = read_config(folder)
+    names = config.get("architectures") or []
+    for name in names:
+        if name in _FAMILIES:
+            family = _FAMILIES[name]
+            try:
+                return family, family.shape_of(config)
+            except KeyError as error:
+                raise ModelError("config.json lacks a setting", where=str(folder), seen=f"no {error}") from error
+    raise ModelError(
+        "unsupported architecture",
+        where=str(folder),
+        seen=", ".join(map(str, names)) or "no architectures in config.json",
+        expected="one of " + ", ".join(sorted(_FAMILIES)),
+        fix="a family is two files of data: see vime_megatron/families/qwen3",
+    )

@@ -1,0 +1,138 @@
+"""The numbers that describe a decoder, read from a Hugging Face ``config.json``.
+
+One :class:`ModelShape` serves every family: what the families differ in (norms of queries and keys, biases, tied
+embeddings, experts) are fields of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vime_megatron.errors import ModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A decoder-only transformer with rotary positions, RMS norms and gated SiLU feed-forward.
+
+    Attributes:
+        architecture: The Hugging Face class name, such as ``Qwen3ForCausalLM``.
+        layers: Number of decoder layers.
+        hidden: Width of the residual stream.
+        ffn: Width of the feed-forward, of one expert's where there are experts.
+        heads: Query heads.
+        kv_heads: Key and value heads; queries share them in groups.
+        head_dim: Width of a head.
+        vocab: Rows of the embedding.
+        max_positions: Longest sequence the model was made for.
+        rope_theta: Base of the rotary frequencies.
+        norm_eps: Added to the mean square in RMS norms.
+        tied: The output projection is the embedding.
+        qk_norm: Queries and keys pass an RMS norm per head.
+        qkv_bias: The query, key and value projections have biases.
+        init_std: Standard deviation of random initial weights.
+    """
+
+    architecture: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int
+    rope_theta: float
+    norm_eps: float
+    tied: bool
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    init_std: float = 0.02
+
+    @property
+    def untied(self) -> bool:
+        """The output projection has weights of its own."""
+        return not self.tied
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The named sizes that a family's mapping is written in."""
+        return {
+            "vocab": self.vocab,
+            "hidden": self.hidden,
+            "ffn": self.ffn,
+            "head": self.head_dim,
+            "q": self.heads * self.head_dim,
+            "kv": self.kv_heads * self.head_dim,
+        }
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read a model folder's ``config.json``.
+
+    Args:
+        folder: Hugging Face folder.
+
+    Returns:
+        The parsed object.
+
+    Raises:
+        ModelError: The folder or the file is missing, or is not a JSON object.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        seen = "no such folder" if not folder.is_dir() else "no config.json in it"
+        raise ModelError("not a model folder", where=str(folder), seen=seen, fix="give a Hugging Face model folder")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError("config.json is not JSON", where=str(path), seen=str(error)) from error
+    if not isinstance(config, dict):
+        raise ModelError("config.json is not a JSON object", where=str(path), seen=type(config).__name__)
+    return config
+
+
+def rope_theta(config: Mapping[str, Any], default: float = 10000.0) -> float:
+    """Return the rotary base, from the old (``rope_theta``) or the new (``rope_parameters``) place.
+
+    Args:
+        config: Parsed ``config.json``.
+        default: The family's value when the file names none.
+
+    Returns:
+        The base.
+
+    Raises:
+        ModelError: The file asks for rescaled rotary frequencies, which this version does not build.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ModelError(
+            "unsupported rotary scaling", where="config.json", seen=f"rope_type {kind!r}", expected="'default'"
+        )
+    return float(rope.get("rope_theta", config.get("rope_theta", default)))
+
+
+def require(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse settings whose other values this package does not build.
+
+    Args:
+        config: Parsed ``config.json``.
+        wanted: The one supported value of each setting; a setting that is absent passes.
+
+    Raises:
+        ModelError: A setting differs; the text lists each one.
+    """
+    wrong = {name: config[name] for name, value in wanted.items() if config.get(name, value) != value}
+    if wrong:
+        raise ModelError(
+            "unsupported model settings",
+            where="config.json",
+            seen=", ".join(f"{name}={value!r}" for name, value in wrong.items()),
+            expected=", ".join(f"{name}={wanted[name]!r}" for name in wrong),
+        )

@@ -1,0 +1,131 @@
+"""Running micro-batches: Megatron's schedule outside, this package's logprobs and the injected loss inside.
+
+One :class:`Forward` serves training and scoring. The schedule calls it once per micro-batch with the wrapped model; on
+the last pipeline stage it then calls back with the hidden states. For training the answer is the loss (a sum, see
+:data:`~vime_megatron.TokenLoss`) and a dict of sums; for scoring it is the log-probabilities by sequence.
+
+An idle row (a rank that has fewer micro-batches than others) goes through the model, because the ranks communicate
+inside it, and adds an exact zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from vime_megatron.batch import TokenLoss
+from vime_megatron.errors import BatchError
+from vime_megatron.logprobs import VocabShard, token_logprobs
+from vime_megatron.microbatch import MicroBatch
+from vime_megatron.model.policy import PolicyModel
+
+Finish = Callable[..., Any]
+
+
+class Forward:
+    """Forward and backward passes of one rank.
+
+    Args:
+        model: This rank's part of the model.
+        wrapped: The same, as wrapped for data parallelism.
+        shard: This rank's rows of the vocabulary.
+        temperature: Divides the logits.
+        max_tokens: Budget of a micro-batch.
+    """
+
+    def __init__(
+        self, model: PolicyModel, wrapped: Any, *, shard: VocabShard, temperature: float, max_tokens: int
+    ) -> None:
+        """Keep the parts; nothing runs yet."""
+        self._model = model
+        self._wrapped = wrapped
+        self._shard = shard
+        self._temperature = temperature
+        self._max_tokens = max_tokens
+        model.config.finalize_model_grads_func = _finalize_sums
+
+    def train(self, batches: Iterator[MicroBatch], count: int, loss: TokenLoss) -> list[dict[str, Tensor]]:
+        """Accumulate gradients over the micro-batches and reduce them over the ranks.
+
+        Args:
+            batches: This rank's micro-batches.
+            count: Their number, the same on every rank.
+            loss: The injected loss.
+
+        Returns:
+            The sums of each micro-batch, ``loss`` among them; empty off the last pipeline stage.
+        """
+        return self._run(batches, count, partial(self._training_loss, loss), training=True)
+
+    def score(self, batches: Iterator[MicroBatch], count: int) -> list[dict[int, Tensor]]:
+        """Return log-probabilities by global index, per micro-batch; empty off the last pipeline stage."""
+        with torch.no_grad():
+            return self._run(batches, count, self._scores, training=False)
+
+    def _run(self, batches: Iterator[MicroBatch], count: int, finish: Finish, *, training: bool) -> list[Any]:
+        collected: list[Any] = get_forward_backward_func()(
+            forward_step_func=partial(self._forward, finish),
+            data_iterator=batches,
+            model=[self._wrapped],
+            num_microbatches=count,
+            seq_length=self._max_tokens,
+            micro_batch_size=1,
+            forward_only=not training,
+            collect_non_loss_data=not training,
+        )
+        return collected
+
+    def _forward(self, finish: Finish, batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Finish]:
+        batch = next(batches)
+        hidden_s1m = model(batch.row.tokens_1t, None, None, packed_seq_params=batch.row)
+        return hidden_s1m, partial(finish, batch)
+
+    def _logprobs(self, hidden_s1m: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Project the predicting positions onto the vocabulary, over the tensor-parallel ranks."""
+        if self._model.config.sequence_parallel:
+            hidden_s1m = tensor_parallel.gather_from_sequence_parallel_region(hidden_s1m)
+        elif self._shard.group is not None:
+            hidden_s1m = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_s1m)
+        return token_logprobs(
+            hidden_s1m[:, 0][batch.sources_k],
+            self._model.output_weight(),
+            batch.targets_k,
+            temperature=self._temperature,
+            shard=self._shard,
+        )
+
+    def _training_loss(
+        self, loss: TokenLoss, batch: MicroBatch, hidden_s1m: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        logprobs_k, entropy_k = self._logprobs(hidden_s1m, batch)
+        tokens = torch.tensor(batch.targets_k.numel(), dtype=torch.int)
+        if batch.idle:
+            return logprobs_k.sum() + hidden_s1m.sum() * 0.0, tokens, {}
+        value, sums = loss(logprobs_k, entropy_k, batch.fields_k)
+        if value.dim() != 0:
+            raise BatchError(
+                "the loss is not a scalar", seen=f"shape {tuple(value.shape)}", expected="a sum over tokens"
+            )
+        return value, tokens, {"loss": value.detach(), **{name: total.detach() for name, total in sums.items()}}
+
+    def _scores(self, batch: MicroBatch, hidden_s1m: Tensor, *, non_loss_data: bool = True) -> dict[int, Tensor]:
+        logprobs_k, _entropy_k = self._logprobs(hidden_s1m, batch)
+        flat_k = torch.cat((logprobs_k.new_zeros(1), logprobs_k)).cpu()
+        scores = {}
+        for index, (start, stop) in zip(batch.sequences, batch.spans, strict=True):
+            values = flat_k[start : stop + 1].clone()
+            values[0] = 0.0
+            scores[index] = values
+        return scores
+
+
+def _finalize_sums(model: list[Any], _tokens: Tensor | None = None, **groups: Any) -> None:
+    """Let Megatron reduce gradients without dividing them by a number of tokens: the loss is normalised already."""
+    finalize_model_grads(model, None, **groups)

@@ -1,0 +1,1 @@
+"""The modules of the model and what they are given."""

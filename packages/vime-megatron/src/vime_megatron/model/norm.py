@@ -1,0 +1,34 @@
+"""RMS norm in plain torch, for Megatron specs and under sequence parallelism.
+
+Megatron wraps torch's norms but refuses sequence parallelism with them. All it takes is a mark on the weight: each rank
+norms its own tokens, and Megatron adds the marked weights' gradients over the tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class RMSNorm(torch.nn.Module):
+    """``x / rms(x) * weight`` over the last axis, statistics in float32 (arXiv 1910.07467).
+
+    Args:
+        config: Megatron's configuration: type of the weight and sequence parallelism.
+        hidden_size: Width of the last axis.
+        eps: Added to the mean square.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        """Create the weight, filled with ones."""
+        super().__init__()
+        self.eps = eps
+        device = torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` ``[..., hidden_size]``."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -1,0 +1,108 @@
+"""Many documents in one row: the tokens of a micro-batch and what keeps its documents apart.
+
+Documents are laid end to end without padding. Three things must not leak across a border: positions (each document
+counts from 0), rotary angles (taken at those positions) and attention (a core attention is given the borders).
+
+For a core attention that knows no borders the documents are also dealt into groups of similar length, each padded to
+its longest: under a causal mask what is right of a document is never seen by it, so padding on the right needs no mask
+tensor. A padding slot repeats the document's own last token, so that not even a NaN can cross.
+
+Suffixes: ``t`` tokens of the row, ``d`` half a head, ``n`` documents of a group, ``l`` its longest length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_GROUP_SPREAD = 0.7  # a group's shortest document is at least this share of its longest
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTokens:
+    """A row of documents on the device.
+
+    Attributes:
+        tokens_1t: Token ids ``[1, t]``.
+        positions_t: Position of each token in its document ``[t]``.
+        cos_td: Cosines of the rotary angles, float32 ``[t, d]``.
+        sin_td: Sines, likewise.
+        borders: Start of each document and the end of the last, int32 ``[documents + 1]``.
+        longest: Longest document.
+        groups: Row indices ``[n, l]`` of each padded group.
+        ungroup_t: For each token, its place in the concatenation of the flattened groups ``[t]``.
+    """
+
+    tokens_1t: Tensor
+    positions_t: Tensor
+    cos_td: Tensor
+    sin_td: Tensor
+    borders: Tensor
+    longest: int
+    groups: tuple[Tensor, ...]
+    ungroup_t: Tensor
+
+    qkv_format: None = None  # Megatron's layers ask; "no special format" keeps them out of it
+
+
+def pack(documents: Sequence[Tensor], *, inverse_frequencies: Tensor, device: torch.device) -> PackedTokens:
+    """Lay documents end to end.
+
+    Args:
+        documents: Token ids of each, int64 ``[length]``, on the CPU.
+        inverse_frequencies: Rotary frequencies, float32 ``[d]``.
+        device: Where the result goes.
+
+    Returns:
+        The row.
+    """
+    lengths = [document.numel() for document in documents]
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    positions_t = torch.cat([torch.arange(length) for length in lengths])
+    groups, ungroup_t = _group(lengths, starts)
+    angles_td = positions_t.to(torch.float32)[:, None] * inverse_frequencies[None, :]
+    return PackedTokens(
+        tokens_1t=torch.cat(list(documents))[None].to(device, non_blocking=True),
+        positions_t=positions_t.to(device, non_blocking=True),
+        cos_td=angles_td.cos().to(device, non_blocking=True),
+        sin_td=angles_td.sin().to(device, non_blocking=True),
+        borders=torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True),
+        longest=max(lengths),
+        groups=tuple(group.to(device, non_blocking=True) for group in groups),
+        ungroup_t=ungroup_t.to(device, non_blocking=True),
+    )
+
+
+def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
+    """Return ``theta^(-2i/head_dim)``, float32 ``[head_dim / 2]`` (RoFormer, arXiv 2104.09864)."""
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+
+
+def _group(lengths: Sequence[int], starts: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    """Deal documents into padded groups; see the module's text."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    members: list[list[int]] = []
+    for index in order:
+        if members and lengths[index] >= _GROUP_SPREAD * lengths[members[-1][0]]:
+            members[-1].append(index)
+        else:
+            members.append([index])
+    groups: list[Tensor] = []
+    ungroup_t = torch.empty(starts[-1], dtype=torch.int64)
+    base = 0
+    for group in members:
+        width = lengths[group[0]]
+        first = torch.tensor([starts[i] for i in group])
+        last = torch.tensor([starts[i] + lengths[i] - 1 for i in group])
+        rows = torch.minimum(first[:, None] + torch.arange(width)[None, :], last[:, None])
+        groups.append(rows)
+        for slot, index in enumerate(group):
+            places = torch.arange(lengths[index]) + base + slot * width
+            ungroup_t[starts[index] : starts[index] + lengths[index]] = places
+        base += rows.numel()
+    return groups, ungroup_t

@@ -1,0 +1,137 @@
+"""Megatron's data parallelism, optimiser and schedule, set so that gradients are exact sums.
+
+With ``calculate_per_token_loss`` Megatron's gradient buffers add over data-parallel ranks and divide by nothing, which
+is what a loss that already holds its global normaliser needs.
+
+A step is refused as a whole when any gradient is not finite: :func:`check_finite` looks at the flat buffers after
+the reduction and before the optimiser, so weights, moments and learning rate are as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from vime_megatron.config import OptimizerSettings
+from vime_megatron.errors import GradientError
+from vime_megatron.model.policy import PolicyModel
+from vime_megatron.parallel import Topology
+
+
+def wrap_data_parallel(model: PolicyModel, settings: OptimizerSettings) -> DistributedDataParallel:
+    """Give the model flat float32 gradient buffers, reduced once per step.
+
+    Args:
+        model: This rank's part of the model.
+        settings: Whether the optimiser is distributed.
+
+    Returns:
+        The wrapped model.
+    """
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=settings.distributed,
+        check_for_nan_in_grad=False,  # check_finite does, with the name, and without killing the process
+    )
+    return DistributedDataParallel(model.config, ddp, model)
+
+
+def build_optimizer(
+    model: DistributedDataParallel, settings: OptimizerSettings, dtype: torch.dtype
+) -> tuple[Any, OptimizerParamScheduler]:
+    """Create the optimiser and its schedule.
+
+    Args:
+        model: The wrapped model, weights loaded (bf16 models take their float32 masters from them).
+        settings: AdamW and schedule.
+        dtype: Type of the weights.
+
+    Returns:
+        Megatron's optimiser and scheduler.
+    """
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad or math.inf,  # infinity: the norm is measured, nothing is clipped
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=settings.distributed,
+        ),
+        [model],
+        use_gloo_process_groups=False,
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=settings.decay_steps or settings.warmup_steps + 1,
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+def gradient_buffers(model: DistributedDataParallel) -> list[Any]:
+    """Return Megatron's flat parameter-and-gradient buffers, those of experts last."""
+    return [*model.buffers, *model.expert_parallel_buffers]
+
+
+def check_finite(model: DistributedDataParallel, topology: Topology, loss: float) -> None:
+    """Refuse a step whose loss or gradients are not finite, on every rank alike.
+
+    Args:
+        model: The wrapped model, gradients reduced.
+        topology: For the agreement of the ranks.
+        loss: The global loss.
+
+    Raises:
+        GradientError: Names the tensors; gradients are left for inspection, nothing else has changed.
+    """
+    peaks = [_peak(buffer.grad_data) for buffer in gradient_buffers(model)]
+    broken = [] if all(math.isfinite(float(peak)) for peak in peaks) else _not_finite(model.module.named_parameters())
+    reports = topology.gather(broken)
+    if math.isfinite(loss) and not any(reports):
+        return
+    names = [f"rank {rank}: {name} ({count} values)" for rank, found in enumerate(reports) for name, count in found]
+    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    raise GradientError(
+        "the step was refused: loss or gradients are not finite",
+        where=shown or "the loss",
+        seen=f"loss {loss}",
+        expected="finite numbers",
+        fix="weights and optimiser are unchanged: drop the batch, or look at the loss and its inputs",
+    )
+
+
+def _peak(flat: Tensor) -> Tensor:
+    """Return the largest magnitude, or NaN, in one pass and without a copy."""
+    low, high = torch.aminmax(flat)
+    return torch.maximum(-low, high)
+
+
+def _not_finite(params: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, int]]:
+    found = []
+    for name, param in params:
+        count = int((~torch.isfinite(param.main_grad)).sum())  # type: ignore[attr-defined]
+        if count:
+            found.append((name, count))
+    return found

@@ -1,0 +1,167 @@
+"""Process groups of one trainer, and where its rank stands in them.
+
+Megatron keeps its groups in module globals, so a process holds one trainer at a time; :meth:`Topology.close` makes room
+for the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from vime_megatron.config import TrainerConfig
+from vime_megatron.errors import TrainerError
+from vime_megatron.families.mapping import Layout, check_layout
+from vime_megatron.families.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The groups of this process.
+
+    Attributes:
+        layout: What this rank holds.
+        layouts: What every rank holds, by global rank.
+        dp_size: Data-parallel ranks, context parallelism left out.
+        dp_rank: This rank's place among them.
+        tp_group: Tensor-parallel group, or ``None`` when it has one rank.
+        rank: Global rank.
+        world_size: Number of ranks.
+    """
+
+    layout: Layout
+    layouts: tuple[Layout, ...]
+    dp_size: int
+    dp_rank: int
+    tp_group: Any
+    rank: int
+    world_size: int
+
+    @property
+    def counts_once(self) -> bool:
+        """This rank's loss is one of those whose sum is the global loss (tensor-parallel twins repeat it)."""
+        return self.layout.last_stage and self.layout.tp_rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Collect one small value from every rank, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.gather(None)
+
+    def from_last_stage(self, value: Any) -> Any:
+        """Hand the last pipeline stage's value to the other stages of its pipeline."""
+        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+            return value
+        carried = [value]
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(carried, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+        return carried[0]
+
+    @staticmethod
+    def close() -> None:
+        """Leave all groups."""
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def connect(
+    config: TrainerConfig,
+    shape: ModelShape,
+    *,
+    rank: int,
+    world_size: int,
+    init_method: str | None,
+    backend: str,
+) -> Topology:
+    """Join the process group and build Megatron's groups.
+
+    Args:
+        config: Parallel sizes and the deadline.
+        shape: The model, for the split of layers.
+        rank: Global rank.
+        world_size: Number of ranks.
+        init_method: Rendezvous; may be ``None`` for one rank.
+        backend: Communication backend.
+
+    Returns:
+        The topology.
+
+    Raises:
+        TrainerError: The sizes do not fit the world, a trainer already lives in this process, or there is no
+        rendezvous.
+    """
+    _check_world(config, rank=rank, world_size=world_size, init_method=init_method)
+    check_layout(shape, config.tensor_parallel, config.pipeline_parallel)
+    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=config.timeout_s)}
+    if init_method is None:
+        options["store"] = HashStore()
+    else:
+        options["init_method"] = init_method
+    dist.init_process_group(backend, **options)
+    parallel_state.initialize_model_parallel(
+        config.tensor_parallel,
+        config.pipeline_parallel,
+        context_parallel_size=config.context_parallel,
+        expert_model_parallel_size=config.expert_parallel,
+        distributed_timeout_minutes=max(1, round(config.timeout_s / 60)),
+        create_gloo_process_groups=False,
+    )
+    return _describe(config, shape, rank, world_size)
+
+
+def _check_world(config: TrainerConfig, *, rank: int, world_size: int, init_method: str | None) -> None:
+    if not 0 <= rank < world_size:
+        raise TrainerError("bad rank", seen=f"rank {rank} of {world_size}", expected=f"0 to {world_size - 1}")
+    if world_size > 1 and init_method is None:
+        raise TrainerError("no rendezvous", seen="init_method=None", expected="an address such as tcp://host:port")
+    if dist.is_initialized() or parallel_state.model_parallel_is_initialized():
+        raise TrainerError(
+            "this process already has process groups", where=f"rank {rank}", fix="close the other trainer first"
+        )
+    share = config.tensor_parallel * config.pipeline_parallel * config.context_parallel
+    if world_size % share:
+        raise TrainerError(
+            "parallel sizes do not divide the world",
+            seen=f"{world_size} ranks",
+            expected=f"a multiple of tensor x pipeline x context = {share}",
+        )
+
+
+def _describe(config: TrainerConfig, shape: ModelShape, rank: int, world_size: int) -> Topology:
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    layers = shape.layers // config.pipeline_parallel
+    layout = Layout(
+        rank=rank,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=config.tensor_parallel,
+        first_layer=pp_rank * layers,
+        layers=layers,
+        first_stage=parallel_state.is_pipeline_first_stage(),
+        last_stage=parallel_state.is_pipeline_last_stage(),
+        dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    layouts: list[Any] = [layout]
+    if world_size > 1:
+        layouts = [None] * world_size
+        dist.all_gather_object(layouts, layout)
+    return Topology(
+        layout=layout,
+        layouts=tuple(layouts),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        tp_group=parallel_state.get_tensor_model_parallel_group() if config.tensor_parallel > 1 else None,
+        rank=rank,
+        world_size=world_size,
+    )

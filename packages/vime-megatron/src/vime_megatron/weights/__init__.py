@@ -1,0 +1,1 @@
+"""Parameters in memory and in files."""
