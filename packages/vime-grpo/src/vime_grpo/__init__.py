@@ -1,6 +1,74 @@
-"""GRPO: configuration, advantages, losses, metrics and the vime-grpo launcher."""
+"""GRPO: configuration, advantages, losses, metrics and the vime-grpo launcher.
 
-from vime_grpo.config import RunConfig, load_config
+This is the one door to the package. Names that need torch are imported when they are first used, so that reading a
+configuration stays instant::
+
+    from vime_grpo import PolicyLoss, build_batch, group_advantages, load_config
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from vime_grpo.config import RunConfig, load_config, save_config
 from vime_grpo.errors import BatchError, ConfigError, GrpoError, LaunchError, MetricsError
+from vime_grpo.tracking import MetricsWriter, read_metrics
 
-__all__ = ["BatchError", "ConfigError", "GrpoError", "LaunchError", "MetricsError", "RunConfig", "load_config"]
+if TYPE_CHECKING:
+    from vime_grpo.advantages import group_advantages
+    from vime_grpo.batch import BatchRow, SampleLike, TrainSample, build_batch, split_updates
+    from vime_grpo.console import Display, closing_table, make_display
+    from vime_grpo.losses import ClipBounds, PolicyLoss
+    from vime_grpo.metrics import batch_metrics, logprob_abs_diff, mean_metrics, rollout_metrics, train_metrics
+
+_LAZY = {
+    "advantages": ("group_advantages",),
+    "batch": ("BatchRow", "SampleLike", "TrainSample", "build_batch", "split_updates"),
+    "console": ("Display", "closing_table", "make_display"),
+    "losses": ("ClipBounds", "PolicyLoss"),
+    "metrics": ("batch_metrics", "logprob_abs_diff", "mean_metrics", "rollout_metrics", "train_metrics"),
+}
+_HOME = {name: module for module, names in _LAZY.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module at first use."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)
+
+
+__all__ = [
+    "BatchError",
+    "BatchRow",
+    "ClipBounds",
+    "ConfigError",
+    "Display",
+    "GrpoError",
+    "LaunchError",
+    "MetricsError",
+    "MetricsWriter",
+    "PolicyLoss",
+    "RunConfig",
+    "SampleLike",
+    "TrainSample",
+    "batch_metrics",
+    "build_batch",
+    "closing_table",
+    "group_advantages",
+    "load_config",
+    "logprob_abs_diff",
+    "make_display",
+    "mean_metrics",
+    "read_metrics",
+    "rollout_metrics",
+    "save_config",
+    "split_updates",
+    "train_metrics",
+]

@@ -46,7 +46,7 @@ def nearest(root: type[BaseModel], dotted: str) -> str:
     for keys, cutoff in ((inside, 0.6), (list(by_key), 0.8)):
         if match := difflib.get_close_matches(last, keys, n=1, cutoff=cutoff):
             return f"{section if keys is inside else by_key[match[0]]}.{match[0]}"
-    return ""
+    return "" if inside else nearest(root, section)
 
 
 def check_keys(root: type[BaseModel], raw: Mapping[str, Any], source: str) -> None:

@@ -1,0 +1,117 @@
+"""The command ``vime-grpo``.
+
+Exit codes:
+
+==== ===============================================================================
+0    the run finished (or the configuration is right, with ``--dry-run``)
+1    an unexpected error, with a traceback: a bug
+2    a wrong command line or configuration
+3    the pipeline is not installed or cannot be imported
+4    the run failed for a reason that the message explains
+130  interrupted
+==== ===============================================================================
+
+A pipeline may return other codes; they are passed on. Nothing here imports torch, so ``--dry-run`` answers at once,
+also on a laptop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vime_grpo.config import RunConfig, config_reference, dump_toml, load_config
+from vime_grpo.errors import ConfigError, LaunchError
+from vime_grpo.launch import find_pipeline
+
+EXIT_CONFIG, EXIT_LAUNCH, EXIT_RUN, EXIT_INTERRUPTED = 2, 3, 4, 130
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="RL post-training of language models with GRPO.")
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="The run's configuration.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN_DIR", help="Continue a run folder; its own configuration is used if none is given."),
+    ] = None,
+) -> None:
+    """Train a model as a configuration says."""
+    with _reported():
+        resolved = _resolve(config, set_ or [], resume)
+        if dry_run:
+            typer.echo(dump_toml(resolved), nl=False)
+            return
+        code = find_pipeline(resolved.pipeline.mode)(resolved, resume=resume.absolute() if resume else None)
+        raise typer.Exit(code)
+
+
+@app.command("config-reference")
+def reference() -> None:
+    """Print what every setting means, as Markdown."""
+    typer.echo(config_reference(), nl=False)
+
+
+def _resolve(config: Path | None, overrides: list[str], resume: Path | None) -> RunConfig:
+    if resume is not None:
+        saved = resume / "config.toml"
+        if not saved.is_file():
+            raise ConfigError(
+                "not a run folder",
+                where=f"--resume {resume}",
+                seen="no config.toml" if resume.is_dir() else "no such folder",
+                expected="a folder that `vime-grpo train` made",
+            )
+        config = config or saved
+        # The folder may have been moved or renamed since: where it is now counts.
+        overrides = [*overrides, f"pipeline.run_dir={resume.absolute()}"]
+    if config is None:
+        raise ConfigError("no configuration", expected="vime-grpo train CONFIG.toml, or --resume RUN_DIR")
+    return load_config(config, overrides)
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Turn errors that explain themselves into a panel and an exit code; let others through with their traceback."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from error
+    except Exception as error:
+        if not hasattr(error, "what"):
+            raise
+        _print_panel(error)
+        codes = {ConfigError: EXIT_CONFIG, LaunchError: EXIT_LAUNCH}
+        code = next((code for kind, code in codes.items() if isinstance(error, kind)), EXIT_RUN)
+        raise typer.Exit(code) from error
+
+
+def _print_panel(error: Exception) -> None:
+    """Print an error of any vime package; they all have the same fields, whatever their base class."""
+    from rich.console import Console  # not on the way of a dry run
+    from rich.panel import Panel
+    from rich.text import Text
+
+    lines = Text()
+    for label in ("where", "seen", "expected", "fix"):
+        if value := getattr(error, label, ""):
+            lines.append(f"{label:<9}", style="bold").append(f"{value}\n")
+    title = Text(str(getattr(error, "what", error)), style="bold red")
+    body = Text("\n").join([title, lines]) if lines else title
+    body.rstrip()
+    Console(stderr=True).print(Panel(body, title=type(error).__name__, title_align="left", border_style="red"))
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
