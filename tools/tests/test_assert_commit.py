@@ -38,7 +38,7 @@ def origin(tmp_path: Path) -> Path:
     return folder
 
 
-def test_accepts_the_commit_and_its_tag(origin: Path, capsys) -> None:
+def test_accepts_the_commit_and_its_tag(origin: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = git(origin, "rev-parse", "HEAD")
     assert assert_commit.main([str(origin), head, "--tag", "v2"]) == 0
     assert f"is at {head}, as tag v2 says" in capsys.readouterr().out
@@ -50,7 +50,7 @@ def test_only_a_full_commit_is_a_pin(origin: Path, commit: str) -> None:
         assert_commit.check(origin, commit)
 
 
-def test_another_commit_is_named(origin: Path, capsys) -> None:
+def test_another_commit_is_named(origin: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert assert_commit.main([str(origin), "0" * 40]) == 1
     assert f"is at {git(origin, 'rev-parse', 'HEAD')}; expected {'0' * 40}" in capsys.readouterr().err
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import dry_run_guard
 import pytest
 from flavours import ImageError
+from image_world import FakeEnvironment
 
 TOOLS = Path(__file__).resolve().parents[1]
 
 
-def test_pins_what_is_installed_with_local_versions(fake_environment, tmp_path: Path) -> None:
+def test_pins_what_is_installed_with_local_versions(fake_environment: FakeEnvironment, tmp_path: Path) -> None:
     fake_environment.install("torch", "2.12.0+rocm7.14", {"torch/__init__.py": ""})
     fake_environment.install("Flash_Attn", "2.8.3", {"flash_attn/__init__.py": ""})
     fake_environment.install("requests", "2.0", {"requests.py": ""})
@@ -27,7 +28,7 @@ def test_pins_what_is_installed_with_local_versions(fake_environment, tmp_path: 
     assert lines[1:] == ["flash-attn==2.8.3", "torch==2.12.0+rocm7.14"]
 
 
-def test_refuses_without_torch(fake_environment, tmp_path: Path) -> None:
+def test_refuses_without_torch(fake_environment: FakeEnvironment, tmp_path: Path) -> None:
     fake_environment.install("triton", "3.5", {"triton.py": ""})
     done = fake_environment.run("image/constraints.py", "--output", tmp_path / "c.txt")
     assert done.returncode == 1
@@ -36,7 +37,7 @@ def test_refuses_without_torch(fake_environment, tmp_path: Path) -> None:
     assert not (tmp_path / "c.txt").exists()
 
 
-def test_refuses_a_version_that_cannot_be_pinned(fake_environment, tmp_path: Path) -> None:
+def test_refuses_a_version_that_cannot_be_pinned(fake_environment: FakeEnvironment, tmp_path: Path) -> None:
     fake_environment.install("torch", "2.12.0", {"torch/__init__.py": ""})
     metadata = fake_environment.site / "torch-2.12.0.dist-info" / "METADATA"
     metadata.write_text("Metadata-Version: 2.1\nName: torch\n")
@@ -53,7 +54,9 @@ def test_refuses_a_version_that_cannot_be_pinned(fake_environment, tmp_path: Pat
         ("2.12.0+rocm7.14", "x = 1", ""),
     ],
 )
-def test_compares_with_the_base(fake_environment, tmp_path: Path, version: str, text: str, said: str) -> None:
+def test_compares_with_the_base(
+    fake_environment: FakeEnvironment, tmp_path: Path, version: str, text: str, said: str
+) -> None:
     fake_environment.install("torch", "2.12.0+rocm7.14", {"torch/__init__.py": "x = 1"})
     record = tmp_path / "base.json"
     first = fake_environment.run("image/constraints.py", "--output", tmp_path / "c.txt", "--record", record)
@@ -61,7 +64,7 @@ def test_compares_with_the_base(fake_environment, tmp_path: Path, version: str, 
     fake_environment.install("torch", version, {"torch/__init__.py": text})
     fake_environment.install("vllm", "0.29.0", {"vllm.py": ""})
     fake_environment.install("numpy", "1.26.4", {"numpy.py": ""})
-    again = ["--output", tmp_path / "c.txt", "--unchanged-since", record, "--also", "numpy"]
+    again = ["--output", str(tmp_path / "c.txt"), "--unchanged-since", str(record), "--also", "numpy"]
     done = fake_environment.run("image/constraints.py", *again)
     assert done.returncode == (1 if said else 0), done.stderr
     assert said in done.stderr
@@ -93,7 +96,9 @@ def plan(tmp_path: Path, *items: tuple[str, bool]) -> Path:
         ([("vllm", True), ("torchvision", False)], ["--built-here", "vllm"], 1),
     ],
 )
-def test_guard(tmp_path: Path, capsys, items, options: list[str], code: int) -> None:
+def test_guard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], items: list[tuple[str, bool]], options: list[str], code: int
+) -> None:
     assert dry_run_guard.main([*options, str(plan(tmp_path, *items))]) == code
     said = capsys.readouterr()
     assert ("would be installed from" in said.err) is (code == 1)

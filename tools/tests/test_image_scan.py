@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 from verify.scan import scan_packages, scan_source
 
@@ -118,7 +119,7 @@ def test_attributes_of_modules_that_move_are_needs() -> None:
     ]
 
 
-def test_packages_are_read_from_their_folders(tmp_path) -> None:
+def test_packages_are_read_from_their_folders(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "__init__.py").write_text("import ray\n")
     (tmp_path / "sub" / "deep.py").write_text("import vllm\n")

@@ -26,6 +26,8 @@ from verify.report import Result, passed, skipped
 # Stems of the libraries that keep process-wide state. Kernel libraries (rocBLAS, ...) are left out: a second copy
 # costs memory and nothing else.
 FAMILIES = ("libamd_comgr", "libLLVM", "libamdhip64", "libhsa-runtime64", "librccl", "libroctracer64", "libhiprtc")
+# A distribution's own libLLVM (Mesa's) lies beside ROCm's on most machines and harms nothing until both are mapped.
+LOADABLE = tuple(stem for stem in FAMILIES if stem != "libLLVM")
 _CACHE_LINE = re.compile(r"=> (/\S+)$", re.MULTILINE)
 
 
@@ -65,8 +67,8 @@ def loadable_once(environ: Mapping[str, str], expected: str) -> Result:
     folders = [Path(text) for text in environ.get("LD_LIBRARY_PATH", "").split(":") if text]
     folders += torch_folders()
     for folder in folders:
-        paths += [path for stem in FAMILIES for path in folder.glob(f"{stem}.so*")]
-    paths += [path for path in loader_cache() if _family(path)]
+        paths += [path for stem in LOADABLE for path in folder.glob(f"{stem}.so*")]
+    paths += [path for path in loader_cache() if _family(path) in LOADABLE]
     wrong = duplicates(paths)
     return passed("libraries:loadable", not wrong, _text(wrong) or f"{len(paths)} files, no two copies", expected)
 

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 
 OURS = "vime"
@@ -130,8 +131,7 @@ class _Scan:
                 yield from self._plain(node)
 
     def _plain(self, node: ast.stmt) -> Iterator[Need]:
-        symbols = sorted(set(self._symbols(node)))
-        if symbols:
+        for _, symbols in groupby(sorted(set(self._symbols(node))), key=lambda symbol: symbol.root):
             yield Need(f"{self._module}:{node.lineno}", (tuple(symbols),))
         for field in ("body", "orelse", "finalbody"):
             yield from self.needs(getattr(node, field, []))

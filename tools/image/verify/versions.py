@@ -95,7 +95,7 @@ def _holds(version: str, clause: str) -> bool:
         return have >= want and _prefix(version, ".".join(family))
     # PEP 440: "<1.0" leaves out the pre-releases of 1.0 itself, and ">1.0" its post-releases.
     if operator == "<" and have[0] == want[0] and is_prerelease(version) and not is_prerelease(bound):
-        return want[2] >= 0 and have[2] != want[2] and have < want
+        return want[2] >= 0 and have[:3] != want[:3] and have < want
     if operator == ">" and have[:2] == want[:2] and have[2] >= 0 and want[2] < 0 and want[3][0] == 1:
         return False
     return {"==": have == want, "!=": have != want, "<=": have <= want, ">=": have >= want, "<": have < want,
