@@ -62,7 +62,7 @@ def evaluate(
     return total, table.grad, sums
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sample_lists(),
     st.sampled_from(AGGREGATIONS.names()),

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from vime_grpo.batch import BatchRow, SampleLike, TrainSample, build_batch, split_updates
     from vime_grpo.console import Display, closing_table, make_display
     from vime_grpo.losses import ClipBounds, PolicyLoss
-    from vime_grpo.metrics import batch_metrics, logprob_abs_diff, mean_metrics, rollout_metrics, train_metrics
+    from vime_grpo.metrics import batch_metrics, mean_metrics, train_metrics
 
 _LAZY = {
     "advantages": ("group_advantages",),
     "batch": ("BatchRow", "SampleLike", "TrainSample", "build_batch", "split_updates"),
     "console": ("Display", "closing_table", "make_display"),
     "losses": ("ClipBounds", "PolicyLoss"),
-    "metrics": ("batch_metrics", "logprob_abs_diff", "mean_metrics", "rollout_metrics", "train_metrics"),
+    "metrics": ("batch_metrics", "mean_metrics", "train_metrics"),
 }
 _HOME = {name: module for module, names in _LAZY.items() for name in names}
 
@@ -63,11 +63,9 @@ __all__ = [
     "closing_table",
     "group_advantages",
     "load_config",
-    "logprob_abs_diff",
     "make_display",
     "mean_metrics",
     "read_metrics",
-    "rollout_metrics",
     "save_config",
     "split_updates",
     "train_metrics",

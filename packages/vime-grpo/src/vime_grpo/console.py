@@ -109,7 +109,7 @@ class Display:
             self.rewards.append(metrics[REWARD])
 
     def finish(self, history: Sequence[Mapping[str, float]]) -> None:
-        """Show the closing table; call it after the display has ended."""
+        """Show the closing table; a live display ends here."""
 
     def __enter__(self) -> Display:
         """Begin."""
@@ -171,6 +171,11 @@ class LiveDisplay(PlainDisplay):
         Display.step(self, step, metrics)
         self._latest = dict(metrics)
         self._progress.update(self._task, completed=step)
+
+    def finish(self, history: Sequence[Mapping[str, float]]) -> None:
+        """Stop redrawing, then print the closing table below the last state."""
+        self._live.stop()
+        super().finish(history)
 
     def _render(self) -> RenderableType:
         values = Table.grid(padding=(0, 2))

@@ -51,8 +51,8 @@ class AlgorithmSection(Section):
     )
     old_logprobs: Literal["recompute", "rollout"] = Field(
         default="recompute",
-        description="Logprobs in the ratio's denominator: computed by the trainer before the first update (recompute), "
-        "or as the engine sampled (rollout; saves a forward pass).",
+        description="Logprobs in the ratio's denominator: the trainer's before the rollout's first update (recompute; "
+        "with one update a rollout these come with the update's own forward pass), or the engine's (rollout).",
     )
     correction: Literal["none", "tis", "icepop"] = Field(
         default="none",

@@ -1,0 +1,110 @@
+"""Rules between settings, and between settings and the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from vime_grpo.config import load_config
+from vime_grpo.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (
+            ["algorithm.steps_per_rollout=3"],
+            r"rollout.batch_size \(8\) is not a multiple of algorithm.steps_per_rollout",
+        ),
+        (
+            ["trainer.data_parallel=3"],
+            r"32 samples of an optimiser step .* not a multiple of trainer.data_parallel \(3\)",
+        ),
+        (["engine.max_model_len=64"], r"engine.max_model_len \(64\) is below rollout.max_context_tokens \(128\)"),
+        (["trainer.max_tokens_per_microbatch=100"], r"max_tokens_per_microbatch \(100\) is below"),
+        (["rollout.max_response_tokens=128"], r"leaves no room for a prompt"),
+        (["rollout.samples_per_prompt=1"], r"need at least 2 samples"),
+        (["rollout.top_k=0"], r"use -1 for all tokens"),
+        (["rollout.top_p=0.9", "rollout.top_k=5"], r"rollout.top_p and rollout.top_k cut the sampled distribution"),
+        (["trainer.min_learning_rate=1"], r"min_learning_rate \(1.0\) is above trainer.learning_rate"),
+        (["trainer.lr_schedule=cosine", "trainer.warmup_steps=3"], r"leaves nothing of the run's 3 optimiser steps"),
+        (["trainer.distributed_optimizer=true"], r"trainer.data_parallel is 1"),
+        (["algorithm.clip_low=1"], r"must be below 1"),
+        (["algorithm.clip_dual=0.5"], r"must be above 1, or 0"),
+        (["algorithm.clip_dual=3", "algorithm.policy_loss=cispo"], r"clip_dual needs"),
+        (["algorithm.correction_low=2"], r"correction_low \(2.0\) must be below"),
+        (["algorithm.correction=tis", "algorithm.old_logprobs=rollout"], r'needs algorithm.old_logprobs = "recompute"'),
+        (["data.apply_chat_template=false", "data.system_prompt=x"], r"data.system_prompt needs"),
+        (["data.kind=jsonl"], r"kind 'jsonl' needs data.path"),
+        (["data.path=x"], r"kind 'reasoning_gym' does not use data.path"),
+        (["reward.path=a.b:c"], r"exactly one of reward.name and reward.path"),
+    ],
+)
+def test_contradictions_are_explained(run_toml: Path, overrides: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load_config(run_toml, overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.top_p=0.9", "pipeline.logprob_diff_limit=0"],
+        ["trainer.data_parallel=2", "trainer.distributed_optimizer=true", "trainer.tensor_parallel=2"],
+        ["algorithm.steps_per_rollout=4", "algorithm.kl_coef=0.1", "algorithm.clip_dual=3"],
+        ["engine.tensor_parallel=4"],  # vLLM gives each of 2 key-value heads to 2 ranks
+    ],
+)
+def test_what_fits_is_accepted(run_toml: Path, overrides: list[str]) -> None:
+    assert load_config(run_toml, overrides).needs_reference == ("algorithm.kl_coef=0.1" in overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["trainer.tensor_parallel=3"], r"trainer.tensor_parallel \(3\) does not divide the model's 4 attention heads"),
+        (["trainer.tensor_parallel=4"], r"trainer.tensor_parallel \(4\) does not divide the model's 2 key-value heads"),
+        (["engine.tensor_parallel=3"], r"engine.tensor_parallel \(3\) .*intermediate_size 64"),
+        (["engine.max_model_len=1024"], r"above the model's max_position_embeddings \(512\)"),
+    ],
+)
+def test_layout_must_fit_the_model(run_toml: Path, overrides: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load_config(run_toml, overrides)
+    assert load_config(run_toml, overrides, check_files=False)
+
+
+def test_a_model_without_grouped_heads_is_checked_by_its_heads(run_toml: Path) -> None:
+    file = run_toml.parent / "model" / "config.json"
+    facts = json.loads(file.read_text())
+    del facts["num_key_value_heads"]
+    file.write_text(json.dumps(facts))
+    assert load_config(run_toml, ["trainer.tensor_parallel=4"]).trainer.tensor_parallel == 4
+
+
+def test_a_folder_that_is_no_model_is_named(run_toml: Path, tmp_path: Path) -> None:
+    file = run_toml.parent / "model" / "config.json"
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="names no model_type"):
+        load_config(run_toml)
+    file.write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json cannot be read \(model.path"):
+        load_config(run_toml)
+    file.rename(file.with_name("other.json"))
+    with pytest.raises(ConfigError, match=r"not a model folder.*seen: other.json; expected: config.json"):
+        load_config(run_toml)
+    with pytest.raises(ConfigError, match=r"model folder does not exist \(model.path = .*/nowhere\)"):
+        load_config(run_toml, [f"model.path={tmp_path}/nowhere"])
+
+
+def test_a_data_file_that_is_not_there_is_named(run_toml: Path) -> None:
+    text = run_toml.read_text().replace(
+        'kind = "reasoning_gym"\ntask = "chain_sum"\nsize = 100\n', 'path = "p.jsonl"\n'
+    )
+    run_toml.write_text(text.replace("task_config = { max_terms = 2 }\n", ""))
+    with pytest.raises(
+        ConfigError, match=r"the data file does not exist \(.*run.toml, data.path\); seen: .*project/p.jsonl"
+    ):
+        load_config(run_toml)
+    (run_toml.parent / "p.jsonl").write_text('{"prompt": "1 + 1"}\n')
+    assert load_config(run_toml).data.path == run_toml.parent / "p.jsonl"
