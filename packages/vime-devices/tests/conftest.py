@@ -1,10 +1,12 @@
-"""Trees of a KFD driver, as its sysfs writes them."""
+"""Trees of a KFD driver, as its sysfs writes them, and processes on the nodes that they describe."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from vime_devices import Node, read_kfd
+from vime_devices.preflight import Snapshot, take_snapshot
 
 BOOT = "0f3e6b8a-6d0e-4a57-9d3c-2b7f3c1f9e11"
 
@@ -53,3 +55,28 @@ def boot() -> str:
 def node8(tmp_path: Path) -> Node:
     """Eight whole GPUs, read from a tree."""
     return read_kfd(write_kfd(tmp_path / "eight", [mi300x(i) for i in range(8)]), boot_id=BOOT)
+
+
+@pytest.fixture
+def snap(node8: Node) -> Callable[..., Snapshot]:
+    """A snapshot of a process on eight GPUs, as a healthy container gives it; keywords replace fields."""
+
+    def make(name: str = "process", environ: dict[str, str] | None = None, node: Node = node8, **fields: object):
+        taken = take_snapshot(name, node.platform, environ=environ or {}, node=node)
+        healthy = {
+            "boot_id": BOOT,
+            "nofile": 1 << 20,
+            "shm_bytes": 1 << 36,
+            "shm_device": 25,
+            "seccomp": 0,
+            "ptrace_scope": 0,
+            "torch_imported": False,
+            "runtime_count": -1,
+            "runtime_version": "7.14.0",
+            "kernel_driver": "dkms 6.14.14",
+            "namespaces": {"net": "net:[1]", "pid": "pid:[1]", "ipc": "ipc:[1]"},
+            "started_environ": dict(taken.environ),
+        }
+        return replace(taken, **(healthy | fields))
+
+    return make
