@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from vime_rollout.errors import RewardError
 from vime_rollout.rewards.base import TIMEOUT_REASON, FunctionReward, Reward, RewardFunction, Score, load_function
 from vime_rollout.rewards.exact import exact_match
 from vime_rollout.rewards.grader import WorkerReward
-from vime_rollout.rewards.gym import gym_payload
-from vime_rollout.rewards.math import math_payload
+from vime_rollout.rewards.payloads import gym_payload, math_payload
 
 BUILT_IN = ("exact_match", "math_verify", "reasoning_gym")
 
@@ -35,12 +35,16 @@ def load_reward(
     if name == "math_verify":
         _check_options(name, bound, set())
         return WorkerReward(
-            name, "vime_rollout.rewards.math:grade_math", math_payload, timeout_s=timeout_s, workers=workers
+            name, "vime_rollout.rewards.grade_math:grade_math", math_payload, timeout_s=timeout_s, workers=workers
         )
     if name == "reasoning_gym":
         _check_options(name, bound, {"answer_tag"})
+        if find_spec("reasoning_gym") is None:
+            raise RewardError("reasoning-gym is not installed", fix="pip install 'vime-rollout[reasoning-gym]'")
         payload = partial(gym_payload, **bound)
-        return WorkerReward(name, "vime_rollout.rewards.gym:grade_gym", payload, timeout_s=timeout_s, workers=workers)
+        return WorkerReward(
+            name, "vime_rollout.rewards.grade_gym:grade_gym", payload, timeout_s=timeout_s, workers=workers
+        )
     if name == "exact_match":
         _check_options(name, bound, {"pattern", "ignore_case"})
         return FunctionReward(name, partial(exact_match, **bound), timeout_s=timeout_s)

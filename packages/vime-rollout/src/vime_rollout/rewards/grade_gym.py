@@ -1,4 +1,4 @@
-"""The scorer of a reasoning-gym task (runs in a worker process)."""
+"""The scorer of a reasoning-gym task. Imported in worker processes only: some scorers evaluate what they are given."""
 
 from __future__ import annotations
 
@@ -6,31 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from vime_rollout.data.gym import GYM_KEY, gym_dataset
-from vime_rollout.errors import RewardError
-from vime_rollout.sample import Sample
+import reasoning_gym  # noqa: F401 - imported before the first payload, whose time-out must not pay for it
+
+from vime_rollout.data.gym import gym_dataset
 
 _SHOWN = 80
-
-
-def gym_payload(sample: Sample, *, answer_tag: str | None = None) -> dict[str, Any]:
-    """Return what ``grade_gym`` needs of a sample.
-
-    Args:
-        sample: A sample of a reasoning-gym prompt.
-        answer_tag: The answer is inside the last ``<tag>...</tag>``; ``None``: it is the whole response.
-
-    Raises:
-        RewardError: When the sample is not of a reasoning-gym prompt.
-    """
-    if GYM_KEY not in sample.metadata:
-        raise RewardError(
-            "sample is not of a reasoning-gym task",
-            where=f"reward reasoning_gym, group {sample.group_id}",
-            seen=f"metadata keys {sorted(sample.metadata)}",
-            expected=f"{GYM_KEY!r}, as reasoning-gym prompts have",
-        )
-    return {"recipe": dict(sample.metadata[GYM_KEY]), "response": sample.response, "answer_tag": answer_tag}
 
 
 def grade_gym(payload: Mapping[str, Any]) -> tuple[float, str]:

@@ -1,4 +1,7 @@
-"""Mathematical equality of the final answer and the label, by math-verify (runs in a worker process)."""
+"""Mathematical equality of the final answer and the label, by math-verify.
+
+Imported in worker processes only: sympy takes a second to import, and may run for hours.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,18 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from vime_rollout.rewards.base import need_label
-from vime_rollout.sample import Sample
+from math_verify import parse, verify
 
 _SHOWN = 80
+#: What shows that a label says itself where its mathematics is.
+_MARKS = ("$", r"\boxed", r"\(", r"\[")
 
 
-def math_payload(sample: Sample) -> dict[str, Any]:
-    """Return what ``grade_math`` needs of a sample.
-
-    Raises:
-        RewardError: When it has no label.
-    """
-    return {"response": sample.response, "label": need_label(sample, "math_verify")}
-
-
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # the samples of a group share their label
 def _parse_label(label: str) -> list[Any]:
-    from math_verify import parse  # only in the worker: sympy takes a second to import
-
-    # A bare expression such as "x+1" is not found without delimiters, and groups of one prompt share their label.
-    parsed = parse(label, parsing_timeout=None) or parse(f"${label}$", parsing_timeout=None)
-    return list(parsed)
+    # Without delimiters, "1+x" would be read as the number 1 in some text.
+    text = label if any(mark in label for mark in _MARKS) else f"${label}$"
+    return list(parse(text, parsing_timeout=None) or parse(label, parsing_timeout=None))
 
 
 def grade_math(payload: Mapping[str, Any]) -> tuple[float, str]:
@@ -35,8 +28,6 @@ def grade_math(payload: Mapping[str, Any]) -> tuple[float, str]:
 
     math-verify's own time-outs are off: they need signals, and the worker's timer covers both parsing and comparing.
     """
-    from math_verify import parse, verify
-
     label = _parse_label(payload["label"])
     if not label:
         return 0.0, f"label {payload['label'][:_SHOWN]!r} is no mathematical expression"

@@ -1,0 +1,168 @@
+"""Processes under a warden: nothing of a tree survives its owner, however the owner ends. Real processes throughout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+from vime_rollout import EngineConfig
+from vime_rollout.engine.process import EngineProcess
+from vime_rollout.engine.vllm import check_port, free_port
+from vime_rollout.errors import EngineStartError
+
+#: A tree of three: a parent that ignores SIGTERM, a child in a session of its own, and an orphan that the child left.
+TREE = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+child = f"import subprocess, sys; subprocess.Popen({sleep!r}, start_new_session=True)"
+subprocess.run([sys.executable, "-c", child], check=True)
+subprocess.Popen(sleep, start_new_session=True)
+print("up", flush=True)
+time.sleep(300)
+"""
+
+
+def start(tmp_path, code, grace_s=0.3):
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return EngineProcess(command, dict(os.environ), tmp_path / "log", grace_s=grace_s, name="e")
+
+
+def until(condition, limit=15.0):
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, "condition did not come true"
+        time.sleep(0.02)
+
+
+def alive(pids):
+    return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+
+
+def test_stop_ends_the_whole_tree(tmp_path):
+    process = start(tmp_path, TREE)
+    until(lambda: "up" in process.log_tail())
+    members = process.members()
+    assert len(members) == 4
+    assert process.stop() == 128 + signal.SIGKILL
+    assert alive(members) == []
+    assert process.members() == []
+    assert process.stop() == 128 + signal.SIGKILL
+
+
+def test_the_tree_ends_when_its_first_process_is_killed(tmp_path):
+    process = start(tmp_path, TREE)
+    until(lambda: "up" in process.log_tail())
+    members = process.members()
+    (command,) = psutil.Process(process.pid).children()[:1]
+    os.kill(next(c.pid for c in psutil.Process(process.pid).children() if "SIG_IGN" in c.cmdline()[-1]), signal.SIGKILL)
+    assert command.pid in members
+    assert process.wait(10) == 128 + signal.SIGKILL
+    assert alive(members) == []
+    process.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_the_tree_ends_with_its_owner(tmp_path, number):
+    owner = f"""
+        import os, sys, time
+        from pathlib import Path
+        from vime_rollout.engine.process import EngineProcess
+        process = EngineProcess([sys.executable, "-c", {TREE!r}], dict(os.environ), Path({str(tmp_path / "log")!r}),
+                                grace_s=0.2, name="e")
+        while "up" not in process.log_tail():
+            time.sleep(0.02)
+        print(*process.members(), flush=True)
+        time.sleep(300)
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(owner)], stdout=subprocess.PIPE, text=True)
+    members = [int(p) for p in parent.stdout.readline().split()]
+    assert len(alive(members)) == 4
+    parent.send_signal(number)
+    parent.wait(10)
+    parent.stdout.close()
+    until(lambda: alive(members) == [])
+
+
+def test_the_tree_is_swept_when_the_warden_was_killed(tmp_path):
+    process = start(tmp_path, TREE)
+    until(lambda: "up" in process.log_tail())
+    children = [c.pid for c in psutil.Process(process.pid).children(recursive=True)]
+    same_session = [p for p in children if os.getsid(p) == process.pid]
+    os.kill(process.pid, signal.SIGKILL)
+    process.stop()
+    until(lambda: alive(same_session) == [])
+    for pid in alive(children):  # those that left the session and lost both parents are beyond reach: end them here
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_the_end_is_described_with_cause_and_tail(tmp_path):
+    code = """
+        import sys
+        print("(EngineCore pid=7) ERROR 11-29 [core.py:1] ValueError: no kernel for head size 7", flush=True)
+        print("RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
+        sys.exit(3)
+    """
+    process = start(tmp_path, code)
+    assert process.wait(10) == 3
+    text = process.describe_end(3)
+    assert text.startswith("exit code 3, ValueError: no kernel for head size 7; last lines of")
+    assert "See root cause above" in text
+    assert "SIGSEGV" in process.describe_end(128 + signal.SIGSEGV)
+    process.stop()
+
+
+def test_a_restart_does_not_tell_of_the_run_before(tmp_path):
+    first = start(tmp_path, "raise ValueError('old')")
+    first.wait(10)
+    second = start(tmp_path, "print('new')")
+    second.wait(10)
+    assert first.log_cause() == "ValueError: old"
+    assert second.log_cause() == ""
+    assert second.log_tail() == "new"
+    first.stop()
+    second.stop()
+
+
+def test_a_busy_port_names_who_has_it():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(EngineStartError, match="busy") as caught:
+            check_port("127.0.0.1", port, "e")
+    assert f"process {os.getpid()}" in caught.value.seen
+    check_port("127.0.0.1", port, "e")
+    check_port("127.0.0.1", free_port("127.0.0.1"), "e")
+
+
+def test_configuration_becomes_command_and_environment(tmp_path):
+    config = EngineConfig(model="/m", name="e", arguments=("--x", "1"), environment={"A": "1", "HOME": None})
+    command = config.command(8001)
+    assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert command[-2:] == ["--x", "1"]
+    assert "--enable-scale-out" in command
+    assert command[command.index("--port") + 1] == "8001"
+    assert command[command.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert "--gpu-memory-utilization" not in command
+    environment = config.child_environment({"HOME": "/h", "B": "2"})
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert (environment["A"], environment["B"]) == ("1", "2")
+    assert "HOME" not in environment
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}", '{"architectures": []}'])
+def test_a_bad_model_folder_is_told_before_anything_starts(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(EngineStartError, match="model folder"):
+        EngineConfig(model=str(tmp_path)).check_model()
+    with pytest.raises(EngineStartError, match="missing"):
+        EngineConfig(model=str(tmp_path / "none")).check_model()
