@@ -7,15 +7,20 @@ names are those of the field where it has them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class Phases:
-    """Seconds per phase of one step."""
+    """Seconds per phase of one step.
 
-    def __init__(self) -> None:
+    Args:
+        show: Told the name of each phase as it begins.
+    """
+
+    def __init__(self, show: Callable[[str], None] = lambda _phase: None) -> None:
         """Start the step's clock."""
+        self._show = show
         self._started = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
@@ -26,6 +31,7 @@ class Phases:
         Args:
             name: What it does: "rollout", "train", "update_weights", ...
         """
+        self._show(name.replace("_", " "))
         begun = time.perf_counter()
         try:
             yield

@@ -1,0 +1,207 @@
+"""One trainer rank: a MegatronTrainer, the publisher of its weights, and the order of one training phase.
+
+A phase gets the rows of a whole rollout (the same object on every rank, from Ray's object store). Log-probabilities
+that the loss needs besides its own forward pass are computed first, for every update of the rollout and before any of
+them changes a weight; each rank keeps those of its own share, so nothing is sent around.
+
+With one update a rollout the policy that is trained still is the one that sampled, so the loss takes its own
+log-probabilities for the old ones and the extra forward pass is left out; the difference to the engine's is measured
+either way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vime_grpo import RunConfig
+from vime_grpo.losses import PolicyLoss
+from vime_megatron import MegatronTrainer, OptimizerSettings, StepMetrics, TrainerConfig
+from vime_sync import Publisher, WeightSource
+from vime_sync.digest import DigestMode
+
+from vime_integration.batches import RolloutBatch, sequences_of
+from vime_integration.cluster import log_to_file
+from vime_integration.placement import Seat
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What one training phase did; the same on every rank, but for the memory.
+
+    Attributes:
+        updates: Metrics of each optimiser step, in order.
+        peak_rss_gib: Largest resident memory of this process so far, GiB.
+    """
+
+    updates: tuple[StepMetrics, ...]
+    peak_rss_gib: float
+
+
+def trainer_config(config: RunConfig) -> TrainerConfig:
+    """Translate the run's configuration into the trainer's own."""
+    section = config.trainer
+    total = config.pipeline.steps * config.algorithm.steps_per_rollout
+    return TrainerConfig(
+        model=config.model.path,
+        tensor_parallel=section.tensor_parallel,
+        dtype=section.dtype,
+        max_tokens_per_microbatch=section.max_tokens_per_microbatch,
+        max_sequence_length=config.rollout.max_context_tokens,
+        temperature=config.rollout.temperature,
+        logprob_chunk_tokens=section.logprob_chunk_tokens,
+        recompute=section.activation_recompute,
+        seed=section.seed,
+        timeout_s=section.step_deadline_s,
+        optimizer=OptimizerSettings(
+            lr=section.learning_rate,
+            min_lr=section.min_learning_rate,
+            schedule=section.lr_schedule,
+            warmup_steps=section.warmup_steps,
+            decay_steps=None if section.lr_schedule == "constant" else total,
+            beta1=section.adam_beta1,
+            beta2=section.adam_beta2,
+            eps=section.adam_eps,
+            weight_decay=section.weight_decay,
+            clip_grad=section.clip_grad,
+            distributed=section.distributed_optimizer,
+        ),
+    )
+
+
+class TrainerActor:
+    """Owns one rank.
+
+    Args:
+        config: The run's configuration.
+        rank: 0-based.
+        seat: Where this rank runs.
+        log: This process's log file.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, seat: Seat, log: Path) -> None:
+        """Settle the process; ``start`` builds the model."""
+        for name in seat.removed:  # before anything looks at devices
+            os.environ.pop(name, None)
+        log_to_file(log)
+        torch.set_num_threads(seat.threads)
+        self._config = config
+        self._rank = rank
+        self._device_index = seat.local_indices[0] if seat.local_indices else 0
+        self._trainer: MegatronTrainer | None = None
+        self._publisher: Publisher | None = None
+        self._reference: dict[str, Tensor] = {}
+
+    def start(self, init_method: str) -> dict[str, Any]:
+        """Build the model, load its weights and open the publisher.
+
+        Args:
+            init_method: Rendezvous of the ranks.
+
+        Returns:
+            The manifest of this rank's weights, JSON values.
+
+        Raises:
+            TrainerError: The model folder or the layout cannot be used.
+        """
+        config = self._config
+        world = config.trainer.world_size
+        self._trainer = MegatronTrainer(
+            trainer_config(config),
+            rank=self._rank,
+            world_size=world,
+            init_method=init_method if world > 1 else None,
+            device_index=self._device_index,
+        )
+        source: WeightSource = self._trainer.source()
+        if config.algorithm.kl_coef > 0 and config.algorithm.kl_target == "reference":
+            self._reference = {name: buffer.detach().to("cpu", copy=True) for name, buffer in source.buffers.items()}
+        digest: DigestMode = "full" if config.sync.digest else "off"
+        self._publisher = Publisher(source, transport=config.sync.transport, digest=digest)
+        logger.info("rank %d of %d holds %d buffers", self._rank, world, len(source.buffers))
+        return self._publisher.manifest()
+
+    def train(self, batch: RolloutBatch) -> TrainReport:
+        """Run the optimiser steps of one rollout.
+
+        Args:
+            batch: The rollout's rows, the same on every rank.
+
+        Raises:
+            BatchError: A row cannot be used; nothing has happened.
+            GradientError: A loss or gradient is not finite; weights and optimiser are as before that update.
+        """
+        trainer, algorithm = self._ready(), self._config.algorithm
+        reuse = len(batch.updates) == 1
+        prepared = []
+        for rows in batch.updates:
+            more: dict[str, Mapping[int, Tensor]] = {}
+            plain = sequences_of(rows)
+            if not reuse and algorithm.old_logprobs == "recompute":
+                more["old_logprob"] = trainer.logprobs(plain)
+            if self._reference:
+                with self._reference_weights():
+                    more["ref_logprob"] = trainer.logprobs(plain)
+            prepared.append(sequences_of(rows, **more))
+        loss = PolicyLoss.from_config(algorithm, reuse_current=reuse)
+        updates = tuple(trainer.step(sequences, loss) for sequences in prepared)
+        return TrainReport(updates, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+
+    def stage(self, version: int) -> None:
+        """Make the present weights readable to the engines under ``version``; nothing is committed by this."""
+        assert self._publisher is not None
+        self._publisher.stage(version)
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint; every rank must be asked at the same time."""
+        self._ready().save(folder)
+
+    def load(self, folder: Path) -> int:
+        """Continue from a checkpoint; every rank must be asked at the same time.
+
+        Returns:
+            Optimiser steps done so far.
+        """
+        trainer = self._ready()
+        trainer.load(folder)
+        return trainer.state.step
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder; every rank must be asked at the same time."""
+        self._ready().export_hf(folder)
+
+    def stop(self) -> None:
+        """Give back what outlives the process: shared memory and process groups."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+        if self._trainer is not None:
+            self._trainer.close()
+            self._trainer = None
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        """Put the weights that training started from into the trainer's buffers for the length of the block."""
+        buffers = self._ready().source().buffers
+        present = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        try:
+            for name, buffer in buffers.items():
+                buffer.copy_(self._reference[name])
+            yield
+        finally:
+            for name, buffer in buffers.items():
+                buffer.copy_(present[name])
+
+    def _ready(self) -> MegatronTrainer:
+        assert self._trainer is not None, "start() comes first"
+        return self._trainer

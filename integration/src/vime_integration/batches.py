@@ -1,0 +1,96 @@
+"""Samples become training sequences: the joint between vime-rollout, vime-grpo and vime-megatron.
+
+The three packages do not know each other. A ``Sample`` fits vime-grpo's ``SampleLike`` by shape; a ``BatchRow`` holds
+what a ``TrainSequence`` needs. One rollout becomes one or more *updates*, each the global batch of an optimiser step,
+normalised on its own, and never cutting a group in two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from vime_grpo import RunConfig
+from vime_grpo.advantages import group_advantages
+from vime_grpo.batch import BatchRow, build_batch, split_updates
+from vime_megatron import TrainSequence
+from vime_rollout import Sample
+
+from vime_integration.errors import PipelineError
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """What one rollout hands to the trainer ranks, through Ray's object store.
+
+    Attributes:
+        version: The weight version that every token was sampled under.
+        updates: One list of rows an optimiser step.
+    """
+
+    version: int
+    updates: tuple[tuple[BatchRow, ...], ...]
+
+
+def make_batch(samples: Sequence[Sample], config: RunConfig, version: int) -> RolloutBatch:
+    """Turn the scored samples of one rollout into the rows of its optimiser steps.
+
+    Args:
+        samples: Every sample of the rollout, scored, in any order.
+        config: The run's configuration.
+        version: The version they were asked from.
+
+    Raises:
+        PipelineError: A sample was made under another version, or is not scored.
+        BatchError: The samples cannot make a batch.
+    """
+    _check(samples, version)
+    algorithm = config.algorithm
+    groups = [sample.group_id for sample in samples]
+    rewards = [float(sample.reward or 0.0) for sample in samples]
+    advantages = group_advantages(rewards, groups, estimator=algorithm.advantage, normalize_std=algorithm.normalize_std)
+    updates = []
+    for positions in split_updates(groups, algorithm.steps_per_rollout):
+        rows = build_batch(
+            [samples[position] for position in positions],
+            [float(advantages[position]) for position in positions],
+            aggregation=algorithm.loss_aggregation,
+            horizon=config.rollout.max_response_tokens,
+        )
+        updates.append(tuple(rows))
+    return RolloutBatch(version, tuple(updates))
+
+
+def sequences_of(rows: Sequence[BatchRow], **more: Mapping[int, Tensor]) -> list[TrainSequence]:
+    """Return the rows as the trainer takes them, with further per-token fields.
+
+    Args:
+        rows: The global batch of one optimiser step.
+        more: Field name -> values ``[S]`` by position. A rank has them for its own share only; the other sequences get
+            zeros, which no one reads, because a rank trains on its own share alone.
+    """
+    sequences = []
+    for position, row in enumerate(rows):
+        fields = dict(row.fields)
+        for name, values in more.items():
+            fields[name] = values[position] if position in values else torch.zeros(len(row.tokens))
+        sequences.append(TrainSequence(row.tokens, fields))
+    return sequences
+
+
+def _check(samples: Sequence[Sample], version: int) -> None:
+    for sample in samples:
+        where = f"sample {sample.index} of group {sample.group_id}"
+        if sample.reward is None:
+            raise PipelineError("a sample was not scored", where=where, expected="a reward")
+        seen = {span.version for span in sample.versions}
+        if seen - {version}:
+            raise PipelineError(
+                "a sample was made under other weights than it was asked from",
+                where=where,
+                seen=f"version {sorted(seen)}",
+                expected=f"version {version} for every token",
+                fix="this is a fault of the pipeline or of an engine that somebody else updates: report it",
+            )

@@ -1,0 +1,139 @@
+"""The door of the pipelines: ``vime-grpo train`` finds ``run`` through the entry point group ``vime_grpo.pipelines``.
+
+Exit codes: 0 when the run finished, 75 (``EX_TEMPFAIL`` of sysexits.h: try again) when SIGTERM ended it after a save,
+so that a scheduler can tell "resume me" from "done". Errors are raised, and the launcher prints them.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from vime_devices import detect_platform, ray_environment
+from vime_grpo import RunConfig
+from vime_grpo.config import save_config
+from vime_grpo.console import Display, make_display
+from vime_grpo.tracking import MetricsWriter, read_metrics
+
+from vime_integration.bundle import Bundle, BundleStore
+from vime_integration.cluster import log_to_file, ray_cluster
+from vime_integration.colocated import Colocated
+from vime_integration.fleet import Fleet
+from vime_integration.placement import place_colocated
+from vime_integration.plot import plot_reward
+from vime_integration.resume import check_same_run
+from vime_integration.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+EXIT_STOPPED = 75
+
+
+class StopRequest:
+    """Whether SIGTERM has asked the run to save and stop."""
+
+    def __init__(self) -> None:
+        """Nothing was asked yet."""
+        self.asked = False
+
+    def __call__(self) -> bool:
+        """Tell whether to stop."""
+        return self.asked
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take SIGTERM as the request; a second one ends the run like Ctrl-C."""
+
+        def handle(_number: int, _frame: FrameType | None) -> None:
+            if self.asked:
+                raise KeyboardInterrupt
+            self.asked = True
+
+        before = signal.signal(signal.SIGTERM, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+class Recorder:
+    """Metrics go to the file first and then to the screen.
+
+    Args:
+        writer: The metrics file.
+        display: The screen.
+    """
+
+    def __init__(self, writer: MetricsWriter, display: Display) -> None:
+        """Keep both."""
+        self._writer = writer
+        self._display = display
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Keep and show the metrics of one finished step."""
+        self._writer.write(step, metrics)
+        self._display.step(step, metrics)
+
+
+def run(config: RunConfig, *, resume: Path | None = None) -> int:
+    """Run the colocated pipeline to its end.
+
+    Args:
+        config: The resolved configuration.
+        resume: A run folder to continue, or None for a fresh run.
+
+    Returns:
+        The exit code of the process.
+
+    Raises:
+        VimeError: The run failed; what was saved before is valid.
+    """
+    folder = RunFolder(resume or config.pipeline.run_dir)
+    bundle, moved = _open(folder, config, resume)
+    log_to_file(folder.logs / "driver.log")
+    placement = place_colocated(config, detect_platform())
+    stop = StopRequest()
+    with (
+        make_display(config.tracking.console, config.pipeline.steps) as display,
+        MetricsWriter(folder.metrics, resume_step=None if bundle is None else bundle.step) as writer,
+        stop.listening(),
+    ):
+        if moved is not None:
+            display.note(f"moved the earlier run to {moved}")
+        display.note(f"run folder {folder.root}")
+        for line in placement.describe():
+            display.note(line)
+            logger.info("%s", line)
+        display.phase("start")
+        actors = len(placement.trainers) + len(placement.engines) + 1
+        with ray_cluster(cpus=actors, environment=ray_environment(placement.platform)):
+            pipeline = Colocated(
+                config, Fleet(config, placement, folder), folder, Recorder(writer, display), display.phase, stop
+            )
+            try:
+                pipeline.start(bundle)
+                pipeline.run()
+            finally:
+                pipeline.stop()
+    history = read_metrics(folder.metrics)
+    if config.tracking.plot and history:
+        plot_reward(folder.metrics, folder.plot)
+    display.finish(history)
+    return EXIT_STOPPED if stop.asked else 0
+
+
+def _open(folder: RunFolder, config: RunConfig, resume: Path | None) -> tuple[Bundle | None, Path | None]:
+    """Prepare the run folder; return the bundle to continue from, and where an older run was moved to."""
+    if resume is None:
+        moved = folder.begin()
+        save_config(config, folder.config)
+        return None, moved
+    folder.reopen()
+    check_same_run(config, folder)
+    bundle = BundleStore(folder.checkpoints, keep=config.checkpoint.keep).latest()
+    save_config(config, folder.config)
+    return bundle, None

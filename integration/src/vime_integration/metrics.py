@@ -1,0 +1,40 @@
+"""The metrics of one step, from what the phases report. Names are the field's where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vime_grpo.metrics import mean_metrics, train_metrics
+from vime_sync import SyncReport
+
+from vime_integration.actors.trainer import TrainReport
+
+
+def step_metrics(reports: Sequence[TrainReport], sync: SyncReport) -> dict[str, float]:
+    """Return the training and sync metrics of one step.
+
+    Args:
+        reports: One a trainer rank, in rank order; they agree on everything but time and memory.
+        sync: What the weight update did.
+
+    Returns:
+        ``train/*`` averaged over the rollout's updates, ``perf/actor_train_*``, ``sync/*`` and the largest resident
+        memory of a trainer rank, ``perf/trainer_peak_rss_gib``.
+    """
+    updates = reports[0].updates
+    seconds = sum(update.seconds for update in updates)
+    trained = mean_metrics(
+        [
+            train_metrics(update.metrics, loss=update.loss, grad_norm=update.grad_norm, lr=update.lr)
+            for update in updates
+        ]
+    )
+    return trained | {
+        "train/step": float(updates[-1].step),
+        "perf/actor_train_time": seconds,
+        "perf/actor_train_tok_per_s": sum(update.tokens for update in updates) / seconds,
+        "perf/trainer_peak_rss_gib": max(report.peak_rss_gib for report in reports),
+        "sync/version": float(sync.version),
+        "sync/bytes": float(sync.bytes),
+        **{f"sync/{name}_time": value for name, value in sync.phases.items()},
+    }
