@@ -1,1 +1,78 @@
-"""Planned, transactional weight sync from a trainer to vLLM engines."""
+"""Planned, transactional weight sync from a trainer to vLLM engines.
+
+The trainer describes where its weights are (`WeightSource`), exposes them (`Publisher`), and drives a transaction over
+the engines (`SyncSession`). The engine learns once, from the model's own weight loaders, where every slice goes.
+"""
+
+from vime_sync.digest import Digest
+from vime_sync.errors import (
+    AliasError,
+    AlreadyStartedError,
+    AsleepError,
+    DigestError,
+    DtypeMismatchError,
+    EmptyUpdateError,
+    EngineError,
+    IncompletePlanError,
+    ManifestError,
+    NotPausedError,
+    NotStartedError,
+    PlanError,
+    SecondTrainerError,
+    ShapeMismatchError,
+    StaleSourceError,
+    SyncError,
+    TornEngineError,
+    TransactionError,
+    TransportError,
+    UnknownNameError,
+    UnplannableError,
+    VersionConflictError,
+    WindowError,
+)
+from vime_sync.launch import engine_arguments, engine_environment
+from vime_sync.layout import Box, CheckpointTensor, Piece, Region
+from vime_sync.manifest import merge_manifests
+from vime_sync.publisher import Publisher
+from vime_sync.session import SyncReport, SyncSession
+from vime_sync.source import WeightSource
+from vime_sync.transports.shm import shared_empty
+
+__all__ = [
+    "AliasError",
+    "AlreadyStartedError",
+    "AsleepError",
+    "Box",
+    "CheckpointTensor",
+    "Digest",
+    "DigestError",
+    "DtypeMismatchError",
+    "EmptyUpdateError",
+    "EngineError",
+    "IncompletePlanError",
+    "ManifestError",
+    "NotPausedError",
+    "NotStartedError",
+    "Piece",
+    "PlanError",
+    "Publisher",
+    "Region",
+    "SecondTrainerError",
+    "ShapeMismatchError",
+    "StaleSourceError",
+    "SyncError",
+    "SyncReport",
+    "SyncSession",
+    "TornEngineError",
+    "TransactionError",
+    "TransportError",
+    "UnknownNameError",
+    "UnplannableError",
+    "VersionConflictError",
+    "WeightSource",
+    "WindowError",
+    "engine_arguments",
+    "engine_environment",
+    "merge_manifests",
+    "shared_empty",
+]

@@ -1,0 +1,49 @@
+"""What a vLLM server must be started with to be synced."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+PLUGIN = "vime_sync"
+
+
+def engine_arguments(*, weights: Literal["checkpoint", "dummy"] = "checkpoint") -> list[str]:
+    """Command-line arguments for ``vllm serve`` (or ``python -m vllm.entrypoints.openai.api_server``).
+
+    Args:
+        weights: ``"checkpoint"`` reads the model folder; ``"dummy"`` starts with random weights, for a trainer that
+            sends its own before the first request.
+
+    Returns:
+        The arguments.
+    """
+    arguments = [
+        "--load-format",
+        "vime",
+        "--weight-transfer-config",
+        json.dumps({"backend": "vime"}),
+        "--worker-extension-cls",
+        "vime_sync.vllm_plugin.worker.SyncWorker",
+    ]
+    if weights == "dummy":
+        arguments += ["--model-loader-extra-config", json.dumps({"weights": "dummy"})]
+    return arguments
+
+
+def engine_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Environment variables that the server needs beside its arguments.
+
+    vLLM loads plugins that add HTTP routes only if ``VLLM_PLUGINS`` names them. The variable is an allow-list for all
+    plugins, so one that is set already is extended.
+
+    Args:
+        base: The environment that the server will otherwise get; this process's by default.
+
+    Returns:
+        Only the variables to set.
+    """
+    allowed = [name for name in (os.environ if base is None else base).get("VLLM_PLUGINS", "").split(",") if name]
+    return {"VLLM_PLUGINS": ",".join(dict.fromkeys([*allowed, PLUGIN]))}

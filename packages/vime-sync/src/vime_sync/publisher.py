@@ -1,0 +1,107 @@
+"""The trainer's side: exposes one rank's buffers and says which version they hold."""
+
+from __future__ import annotations
+
+import secrets
+from types import TracebackType
+
+from vime_sync.control import ControlBlock, segment_name, sweep
+from vime_sync.digest import Digest, DigestMode, digest_box
+from vime_sync.errors import VersionConflictError
+from vime_sync.manifest import Manifest, describe
+from vime_sync.process import identity
+from vime_sync.source import WeightSource
+from vime_sync.transports import make_exporter
+
+
+class Publisher:
+    """Publishes a `WeightSource` from the process that holds it.
+
+    Rank-local: every trainer rank that has something to give makes its own, gathers nothing, and hands its `manifest`
+    to whoever drives the `SyncSession` (any way: a Ray return value, torch's object gather, a file).
+
+    Example:
+        >>> publisher = Publisher(WeightSource.from_module(model))   # doctest: +SKIP
+        >>> session = SyncSession(["http://127.0.0.1:8000"], publisher.manifest(), deadline_s=60)   # doctest: +SKIP
+        >>> publisher.stage(1); session.update(1)   # doctest: +SKIP
+    """
+
+    def __init__(self, source: WeightSource, transport: str = "shm", *, digest: DigestMode = "full") -> None:
+        """Export the source's buffers.
+
+        Args:
+            source: What this rank holds. Its buffers must keep their storage until `close`.
+            transport: One of ``vime_sync.transports.EXPORTERS``.
+            digest: How much of every version is digested for the engines to verify.
+
+        Raises:
+            TransportError: If the transport cannot carry the source.
+        """
+        self.source, self.transport, self.digest = source, transport, digest
+        self.version = -1
+        sweep()
+        self._exporter = make_exporter(transport, source)
+        self._control = ControlBlock(segment_name(), sum(len(tensor.pieces) for tensor in source.tensors), create=True)
+        self._identity = secrets.token_hex(8)
+
+    def manifest(self) -> Manifest:
+        """This rank's manifest (JSON only)."""
+        record = {
+            "publisher": self._identity,
+            "process": identity(),
+            "control": {"segment": self._control.name, "pieces": self._control.pieces},
+            "buffers": self._exporter.records(),
+        }
+        return describe(self.source, transport=self.transport, publisher=record)
+
+    def stage(self, version: int) -> None:
+        """Make the buffers' present content readable as `version`.
+
+        Call it after the optimiser step, on every publishing rank, before the session's `update`. The buffers must not
+        change from here until `update` has returned.
+
+        Args:
+            version: Greater than the last staged one (the same one again is allowed: a retry).
+
+        Raises:
+            VersionConflictError: If the version is older than what was staged before.
+        """
+        if version < 0 or version < self.version:
+            raise VersionConflictError(
+                "versions only rise",
+                where=f"trainer rank {self.source.rank}",
+                seen=str(version),
+                expected=f">= {max(self.version, 0)}",
+            )
+        self._control.begin()
+        self._exporter.flush()
+        self._control.finish(version, self.digest, version, self._digests(version))
+        self.version = version
+
+    def _digests(self, phase: int) -> list[Digest]:
+        if self.digest == "off":
+            return []
+        return [
+            Digest.from_tensor(
+                digest_box(
+                    self.source.view(piece.region), piece.box, tensor.shape, tensor.name, mode=self.digest, phase=phase
+                )
+            )
+            for tensor in self.source.tensors
+            for piece in tensor.pieces
+        ]
+
+    def close(self) -> None:
+        """Stop publishing; engines refuse further updates from this publisher, and keep the version they serve."""
+        self._control.close()
+        self._exporter.close()
+
+    def __enter__(self) -> Publisher:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()

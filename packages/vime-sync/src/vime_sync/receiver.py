@@ -1,0 +1,430 @@
+"""The engine worker's side of a sync: a small state machine that never leaves a half-written model behind.
+
+One receiver lives in each engine worker. It is driven by messages (plain dicts) and answers each with a dict; a refusal
+is an answer, not an exception, so it reaches the trainer as the named error that it is.
+
+States::
+
+    unconnected --connect--> idle(v) --stage(v+n)--> staged(v, v+n) --commit--> idle(v+n)
+                                ^----------abort-----------'
+    any --failure while live memory is being written--> torn(reason) --stage, commit of a whole version--> idle
+
+Modes of a commit, chosen at `connect` and reported:
+
+* ``shadow``: `stage` fills a second copy of the parameters, from memory that is allocated for the update and freed
+after
+  it, and verifies the bytes that landed; `commit` copies it into the live parameters. Whatever fails before the commit,
+  the live bytes were not touched.
+* ``direct``: `stage` only checks that the source is whole and at rest; `commit` copies from the trainer's memory
+  straight into live memory. One pass, no extra memory. A failure in mid-copy leaves the worker torn.
+
+Live storage never moves: parameters are written in place, so captured graphs stay valid. Each commit first checks that
+every live tensor still has the address that the plan was made for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+
+from vime_sync.agree import Share
+from vime_sync.control import ControlBlock
+from vime_sync.copying import CopyProgram
+from vime_sync.digest import Digest
+from vime_sync.errors import (
+    AlreadyStartedError,
+    DigestError,
+    NotStartedError,
+    PlanError,
+    SecondTrainerError,
+    SyncError,
+    TornEngineError,
+    TransactionError,
+    UnplannableError,
+    VersionConflictError,
+    to_wire,
+)
+from vime_sync.manifest import check_manifest
+from vime_sync.plan import LiveTensor, Plan, build_plan
+from vime_sync.process import is_dead
+from vime_sync.record import record_loaders
+from vime_sync.transports import BufferKey, Importer, make_importer
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["shadow", "direct"]
+
+
+class Model(Protocol):
+    """What a receiver needs of an engine's model; the vLLM plugin and the test engine each have one."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def live(self) -> Mapping[str, torch.Tensor]:
+        """Live parameters and buffers by name; tied ones may appear under each name."""
+
+    def required(self) -> set[str]:
+        """Names that a checkpoint must fill (the parameters)."""
+
+    def obstacles(self) -> Mapping[str, str]:
+        """Live tensors that post-processing changed after they were loaded, each with the reason."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """The model's own loaders."""
+
+
+@dataclass
+class _Connection:
+    session: str
+    owner: Any
+    plan: Plan
+    mode: Mode
+    importer: Importer
+    buffers: Mapping[BufferKey, torch.Tensor]
+    controls: Mapping[int, ControlBlock]
+    addresses: Mapping[str, int]
+    pieces: Mapping[str, list[tuple[int, int]]]
+    share: Share
+    filled: bool = False
+
+
+@dataclass
+class _Staged:
+    version: int
+    sequences: Mapping[int, int]
+    shadow: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Receiver:
+    """See the module's text. Not thread-safe: a worker handles one message at a time."""
+
+    def __init__(self, model: Model) -> None:
+        """Serve `model`; its version is -1 until the first commit."""
+        self.model = model
+        self.version = -1
+        self.digest: str = ""
+        self.torn: str = ""
+        self._link: _Connection | None = None
+        self._staged: _Staged | None = None
+        self._operations: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+            "state": lambda _: {},
+            "connect": self._connect,
+            "agree": self._agree,
+            "stage": self._stage,
+            "commit": self._commit,
+            "abort": self._abort,
+            "tear": self._tear,
+            "disconnect": self._disconnect,
+        }
+
+    def handle(self, message: Any) -> dict[str, Any]:
+        """Do what a message asks; never raises.
+
+        Args:
+            message: A dict with ``op`` and the operation's fields.
+
+        Returns:
+            ``{"ok": True, "rank", "version", "state", ...}`` or ``{"ok": False, ..., "error", "what", ...}``.
+        """
+        try:
+            reply = {"ok": True, **self._operation(message)(message)}
+        except SyncError as error:
+            reply = {"ok": False, **to_wire(error)}
+        except Exception as error:
+            logger.exception("vime-sync: a message failed")
+            reply = {"ok": False, **to_wire(SyncError(f"{type(error).__name__}: {error}", where="engine worker"))}
+        return {
+            **reply,
+            "rank": self.model.rank,
+            "version": self.version,
+            "state": self.state,
+            "digest": self.digest,
+            "torn": self.torn,
+        }
+
+    def _operation(self, message: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        operation = self._operations.get(str(message.get("op"))) if isinstance(message, dict) else None
+        if operation is None:
+            raise TransactionError("unknown message", seen=repr(message)[:80], expected=", ".join(self._operations))
+        return operation
+
+    @property
+    def state(self) -> str:
+        """``unconnected``, ``idle``, ``staged`` or ``torn``."""
+        if self.torn:
+            return "torn"
+        if self._staged is not None:
+            return "staged"
+        return "unconnected" if self._link is None else "idle"
+
+    # -- connect ------------------------------------------------------------------------------------------------------
+
+    def _connect(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        session = _text(message, "session")
+        self._check_owner(session, takeover=bool(message.get("takeover")))
+        if self._staged is not None:
+            self._drop_staged()
+        manifest = message.get("manifest")
+        tensors = check_manifest(manifest)
+        assert isinstance(manifest, dict)
+        started = time.perf_counter()
+        plan = self._plan(tensors, cast=bool(message.get("cast")))
+        needed = {(copy.source.rank, copy.source.buffer) for copy in plan.copies}
+        importer = make_importer(manifest["transport"], manifest["sources"], needed, self.model.device)
+        buffers = importer.open()
+        controls = {
+            int(source["rank"]): ControlBlock(
+                source["control"]["segment"], int(source["control"]["pieces"]), create=False
+            )
+            for source in manifest["sources"]
+        }
+        live = self.model.live()
+        self._link = _Connection(
+            session=session,
+            owner=message.get("owner"),
+            plan=plan,
+            mode=self._choose_mode(str(message.get("mode", "auto"))),
+            importer=importer,
+            buffers=buffers,
+            controls=controls,
+            addresses={name: live[name].data_ptr() for name in plan.live_names},
+            pieces={t.name: [(p.region.rank, p.index) for p in t.pieces] for t in tensors},
+            share=Share.alone(plan),
+        )
+        reply: dict[str, Any] = {
+            "plan": plan.summary(),
+            "mode": self._link.mode,
+            "seconds": time.perf_counter() - started,
+        }
+        if self.model.world_size > 1:
+            reply["slices"] = [[c.tensor, list(c.box.start), list(c.box.shape), list(c.full)] for c in plan.copies]
+        return reply
+
+    def _plan(self, tensors: Any, *, cast: bool) -> Plan:
+        live = self.model.live()
+        first: dict[int, str] = {}
+        for name, tensor in live.items():
+            if tensor.numel():
+                first.setdefault(tensor.data_ptr(), name)
+        own = {name: live[name] for name in first.values()}
+        recording = record_loaders(self.model.load_weights, own, tensors)
+        required, obstacles = self.model.required(), self.model.obstacles()
+        entries = {
+            name: LiveTensor(tuple(t.shape), tuple(t.stride()), t.dtype, name in required, obstacles.get(name, ""))
+            for name, t in own.items()
+        }
+        plan = build_plan(tensors, recording, entries, cast=cast)
+        if missing := {**plan.reload, **{n: r for n, r in obstacles.items() if n not in own}}:
+            name, reason = next(iter(missing.items()))
+            raise UnplannableError(
+                f"{len(missing)} live tensors cannot be copied into",
+                where=f"{name} and others" if len(missing) > 1 else name,
+                seen=reason,
+                fix="serve an unquantised model with engine_arguments()",
+            )
+        return plan
+
+    def _choose_mode(self, asked: str) -> Mode:
+        if asked == "auto":
+            return "shadow" if self.model.device.type == "cpu" else "direct"
+        if asked == "shadow" or asked == "direct":
+            return "shadow" if asked == "shadow" else "direct"
+        raise TransactionError("unknown mode", seen=repr(asked), expected="auto, shadow, direct")
+
+    def _check_owner(self, session: str, *, takeover: bool) -> None:
+        link = self._link
+        if link is None or link.session == session or takeover or is_dead(link.owner):
+            return
+        raise SecondTrainerError(
+            "another trainer owns this engine",
+            where=f"engine worker {self.model.rank}",
+            seen=f"session {session}",
+            expected=f"session {link.session} of {link.owner}",
+            fix="close the other session, or connect with takeover=True",
+        )
+
+    def _agree(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        link = self._owned(message)
+        link.share = Share.from_wire(message.get("shares"), self.model.rank)
+        return {}
+
+    def _disconnect(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        self._owned(message)
+        self.close()
+        return {}
+
+    def close(self) -> None:
+        """Let go of the trainer; the version served stays."""
+        self._drop_staged()
+        if self._link is not None:
+            self._link.importer.close()
+            self._link = None
+
+    # -- transaction --------------------------------------------------------------------------------------------------
+
+    def _owned(self, message: Mapping[str, Any]) -> _Connection:
+        if self._link is None:
+            raise NotStartedError(
+                "no trainer is connected", where=f"engine worker {self.model.rank}", fix="call SyncSession.connect()"
+            )
+        if _text(message, "session") != self._link.session:
+            self._check_owner(_text(message, "session"), takeover=False)
+            raise NotStartedError("this session is not connected", seen=str(message.get("session")))
+        return self._link
+
+    def _stage(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        link = self._owned(message)
+        version, base = _integer(message, "version"), _integer(message, "base")
+        if self._staged is not None:
+            raise AlreadyStartedError(
+                "an update is already open",
+                where=f"engine worker {self.model.rank}",
+                seen=f"version {self._staged.version} is staged",
+                fix="commit or abort it first",
+            )
+        if base != self.version or version <= self.version:
+            raise VersionConflictError(
+                "the engine is not where the update starts" if base != self.version else "the version is not newer",
+                where=f"engine worker {self.model.rank}",
+                seen=f"update {base} -> {version}",
+                expected=f"from {self.version} to more",
+            )
+        started = time.perf_counter()
+        sequences = {
+            rank: control.check(version, where=f"trainer rank {rank}") for rank, control in link.controls.items()
+        }
+        self._check_addresses(link)
+        link.importer.fetch(version)
+        staged = _Staged(version, sequences)
+        reply: dict[str, Any] = {"bytes": link.plan.nbytes}
+        if link.mode == "shadow":
+            live = self.model.live()
+            staged.shadow = {name: torch.empty_like(live[name]) for name in link.plan.live_names}
+            reply |= self._transfer(link, staged, staged.shadow)
+        self._staged = staged
+        return {**reply, "seconds": time.perf_counter() - started}
+
+    def _transfer(self, link: _Connection, staged: _Staged, into: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Copy the plan's slices, and compare what landed with what was published."""
+        modes = {rank: control.digests() for rank, control in link.controls.items()}
+        mode, phase = next((m, p) for m, p, _ in modes.values()) if modes else ("off", 0)
+        program = CopyProgram(link.plan, link.buffers, into)
+        sums = program.run(digest=mode, phase=phase)
+        for rank, control in link.controls.items():
+            control.recheck(staged.sequences[rank], where=f"trainer rank {rank}")
+        if mode == "off":
+            return {"digest_mode": mode}
+        published = {rank: digests for rank, (_, _, digests) in modes.items()}
+        expected = {
+            name: sum((published[rank][index] for rank, index in link.pieces[name]), Digest())
+            for name in link.share.verified
+        }
+        if link.share.local:
+            _compare(link.share.sums(link.plan, sums), expected)
+        total = sum(link.share.sums(link.plan, sums).values(), Digest())
+        return {
+            "digest_mode": mode,
+            "sum": str(total),
+            "expected": str(sum(expected.values(), Digest())),
+        }
+
+    def _check_addresses(self, link: _Connection) -> None:
+        live = self.model.live()
+        for name, address in link.addresses.items():
+            if name not in live or live[name].data_ptr() != address:
+                raise PlanError(
+                    "a live tensor has moved since the plan was made",
+                    where=f"live tensor {name}",
+                    fix="connect again; something reloaded or re-allocated the engine's weights",
+                )
+
+    def _commit(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        link = self._owned(message)
+        version, staged = _integer(message, "version"), self._staged
+        if staged is None and self.version == version:
+            return {"seconds": 0.0, "repeated": True}  # a commit may be asked again when its answer was lost
+        if staged is None or staged.version != version:
+            raise NotStartedError(
+                "this version is not staged",
+                where=f"engine worker {self.model.rank}",
+                seen=str(version),
+                expected="nothing" if staged is None else str(staged.version),
+            )
+        started = time.perf_counter()
+        self._check_addresses(link)
+        reply: dict[str, Any] = {}
+        live = self.model.live()
+        self.torn = f"interrupted while version {version} was being written"
+        try:
+            with torch.no_grad():
+                if link.mode == "shadow":
+                    for name, values in staged.shadow.items():
+                        live[name].data.copy_(values)
+                else:
+                    reply = self._transfer(link, staged, {name: live[name].data for name in link.plan.live_names})
+                _synchronize(self.model.device)
+        except Exception as error:
+            self.torn = f"version {version} failed while it was being written: {error}"
+            self._drop_staged()
+            raise TornEngineError(
+                "live weights are a mix of versions",
+                where=f"engine worker {self.model.rank}",
+                seen=str(error),
+                fix="send a whole newer version",
+            ) from error
+        self.torn = ""
+        self.version, self._staged = version, None
+        self.digest = str(message.get("digest", ""))
+        return {**reply, "seconds": time.perf_counter() - started}
+
+    def _abort(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        self._owned(message)
+        self._drop_staged()
+        return {}
+
+    def _tear(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The engine found, over all its workers, that what was written is wrong."""
+        self._owned(message)
+        self.torn = str(message.get("reason", "")) or "torn"
+        return {}
+
+    def _drop_staged(self) -> None:
+        self._staged = None
+
+
+def _compare(landed: Mapping[str, Digest], expected: Mapping[str, Digest]) -> None:
+    wrong = [name for name, digest in expected.items() if landed.get(name, Digest()) != digest]
+    if wrong:
+        raise DigestError(
+            "bytes that arrived are not those that were published",
+            where=f"tensor {wrong[0]}" + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
+            seen=str(landed.get(wrong[0], Digest())),
+            expected=str(expected[wrong[0]]),
+        )
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _text(message: Mapping[str, Any], key: str) -> str:
+    value = message.get(key)
+    if not isinstance(value, str) or not value:
+        raise TransactionError("malformed message", where=key, seen=repr(value)[:80], expected="a non-empty string")
+    return value
+
+
+def _integer(message: Mapping[str, Any], key: str) -> int:
+    value = message.get(key)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TransactionError("malformed message", where=key, seen=repr(value)[:80], expected="an integer")
+    return value

@@ -1,0 +1,313 @@
+"""The controller's side: one update, over any number of engines, as one transaction.
+
+``update(v)`` first stages `v` on every engine (bytes there, verified, nothing served has changed). Only if all of them
+did is any of them told to commit. If one refuses or does not answer in time, the update is aborted on all and every
+engine serves what it served. With a single engine both halves travel in one request.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import httpx
+
+from vime_sync.errors import EngineError, SyncError, TransactionError, VersionConflictError, from_wire
+from vime_sync.manifest import Manifest, check_manifest
+from vime_sync.process import identity
+
+InFlight = Literal["keep", "wait", "abort", "paused"]
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one update did.
+
+    Attributes:
+        version: The version that every engine serves now.
+        seconds: Wall time of the whole call.
+        phases: Seconds by phase, the slowest engine's: ``stage``, ``pause``, ``commit``, ``resume``.
+        bytes: Bytes copied, over all engines.
+        digest: The digest of what the engines serve (32 hexadecimal digits), empty if digests are off.
+        digest_mode: ``off``, ``sampled`` or ``full``.
+        mode: ``shadow``, ``direct`` or ``alias``.
+        transport: The manifest's transport.
+        engines: How many engines were updated.
+    """
+
+    version: int
+    seconds: float
+    phases: Mapping[str, float]
+    bytes: int
+    digest: str
+    digest_mode: str
+    mode: str
+    transport: str
+    engines: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return asdict(self)
+
+
+class _Engine:
+    """One engine's address, connection pool and version."""
+
+    def __init__(self, url: str, deadline_s: float) -> None:
+        self.url = url.rstrip("/")
+        self.version = -1
+        self.mode = ""
+        self.plan: dict[str, Any] = {}
+        self._http = httpx.Client(base_url=self.url, timeout=httpx.Timeout(deadline_s, connect=min(deadline_s, 10.0)))
+
+    def call(self, operation: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """One request; a refusal is raised as the error it names."""
+        try:
+            if body is None:
+                response = self._http.get(f"/vime/{operation}")
+            else:
+                response = self._http.post(f"/vime/{operation}", json=body)
+        except httpx.TimeoutException as cause:
+            raise EngineError(
+                "an engine did not answer in time", where=f"{self.url} {operation}", seen=type(cause).__name__
+            ) from cause
+        except httpx.HTTPError as cause:
+            raise EngineError(
+                "an engine cannot be reached", where=f"{self.url} {operation}", seen=str(cause)
+            ) from cause
+        if response.status_code in (404, 405):
+            raise EngineError(
+                "this server has no vime routes",
+                where=self.url,
+                seen=f"HTTP {response.status_code}",
+                fix="start vLLM with engine_arguments() and engine_environment()",
+            )
+        try:
+            reply = response.json()
+        except ValueError as cause:
+            raise EngineError(
+                "an engine's answer is not JSON",
+                where=f"{self.url} {operation}",
+                seen=f"HTTP {response.status_code}: {response.text[:120]}",
+            ) from cause
+        if not isinstance(reply, dict) or "ok" not in reply:
+            raise EngineError("an engine's answer is not ours", where=f"{self.url} {operation}", seen=str(reply)[:120])
+        if not reply["ok"]:
+            raise from_wire(reply, where=self.url)
+        return reply
+
+    def close(self) -> None:
+        self._http.close()
+
+
+class SyncSession:
+    """Drives updates from one trainer to its engines. Use it from one thread.
+
+    Example:
+        >>> with SyncSession([url], publisher.manifest(), deadline_s=60) as session:   # doctest: +SKIP
+        ...     publisher.stage(1)
+        ...     report = session.update(1)
+    """
+
+    def __init__(
+        self,
+        engine_urls: Sequence[str],
+        manifest: Manifest,
+        *,
+        deadline_s: float,
+        mode: str = "auto",
+        in_flight: InFlight = "keep",
+        cast: bool = False,
+        takeover: bool = False,
+    ) -> None:
+        """Prepare a session; nothing is sent before `connect` (or the first `update`).
+
+        Args:
+            engine_urls: Base URLs of the vLLM servers.
+            manifest: The merged manifest of all publishing ranks.
+            deadline_s: Seconds that any one request may take.
+            mode: ``"auto"``, ``"shadow"`` or ``"direct"``; see `vime_sync.receiver`.
+            in_flight: What happens to requests that are being generated at a commit: ``"keep"`` (frozen, then go on
+            with
+                the new weights and a recomputed cache), ``"wait"`` (finished first), ``"abort"``, or ``"paused"`` (the
+                caller pauses the engines itself; a running one is refused).
+            cast: Allow checkpoint dtypes that differ from the engines'.
+            takeover: Replace another trainer's session.
+
+        Raises:
+            ManifestError: If the manifest is not whole.
+            TransactionError: If no engine is named, or one twice.
+        """
+        check_manifest(manifest)
+        if not engine_urls or len(set(engine_urls)) != len(engine_urls):
+            raise TransactionError("give each engine once", seen=str(list(engine_urls)))
+        self._manifest, self._deadline, self._mode = manifest, deadline_s, mode
+        self._in_flight, self._cast, self._takeover = in_flight, cast, takeover
+        self._id = secrets.token_hex(8)
+        self._engines = [_Engine(url, deadline_s) for url in engine_urls]
+        self._pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="vime-sync")
+        self._connected = False
+
+    def _all(self, call: Callable[[_Engine], dict[str, Any]]) -> list[dict[str, Any] | SyncError]:
+        """Call every engine at once; an engine's failure is its result."""
+
+        def one(engine: _Engine) -> dict[str, Any] | SyncError:
+            try:
+                return call(engine)
+            except SyncError as error:
+                return error
+
+        return list(self._pool.map(one, self._engines))
+
+    def connect(self) -> list[dict[str, Any]]:
+        """Let every engine plan; idempotent.
+
+        Returns:
+            For each engine the summary of its plan: copies, bytes, fills, constants, ignored checkpoint tensors.
+
+        Raises:
+            SyncError: The first engine's refusal, by name.
+        """
+        body = {
+            "session": self._id,
+            "owner": identity(),
+            "manifest": self._manifest,
+            "mode": self._mode,
+            "cast": self._cast,
+            "takeover": self._takeover,
+            "deadline_s": self._deadline,
+        }
+        replies = _raise_first(self._all(lambda engine: engine.call("connect", body)))
+        for engine, reply in zip(self._engines, replies, strict=True):
+            engine.version, engine.mode, engine.plan = int(reply["version"]), str(reply["mode"]), dict(reply["plan"])
+        self._connected = True
+        return [engine.plan for engine in self._engines]
+
+    def update(self, version: int) -> SyncReport:
+        """Bring every engine to `version`, which every publisher has staged.
+
+        Args:
+            version: Greater than any engine's.
+
+        Returns:
+            What was done.
+
+        Raises:
+            SyncError: By name. Engines serve what they served, except where the error says otherwise
+                (`TornEngineError`, or an `EngineError` of the commit phase, which lists who has what).
+        """
+        started = time.perf_counter()
+        if not self._connected:
+            self.connect()
+        newest = max(engine.version for engine in self._engines)
+        if version <= newest:
+            raise VersionConflictError("the version is not newer", seen=str(version), expected=f"> {newest}")
+        if len(self._engines) == 1:
+            replies = [self._engines[0].call("update", self._body(self._engines[0], version))]
+        else:
+            staged = self._stage(version)
+            committed = self._commit(version, staged)
+            replies = [
+                {**s, **c, "phases": {"stage": s["seconds"], **c["phases"]}}
+                for s, c in zip(staged, committed, strict=True)
+            ]
+        for engine in self._engines:
+            engine.version = version
+        return self._report(version, time.perf_counter() - started, replies)
+
+    def _body(self, engine: _Engine, version: int) -> dict[str, Any]:
+        return {
+            "session": self._id,
+            "version": version,
+            "base": engine.version,
+            "in_flight": self._in_flight,
+            "deadline_s": self._deadline,
+        }
+
+    def _stage(self, version: int) -> list[dict[str, Any]]:
+        results = self._all(lambda engine: engine.call("stage", self._body(engine, version)))
+        if any(isinstance(result, SyncError) for result in results):
+            self.abort()
+        return _raise_first(results)
+
+    def _commit(self, version: int, staged: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        digest = {engine.url: reply.get("sum", "") for engine, reply in zip(self._engines, staged, strict=True)}
+        results = self._all(
+            lambda engine: engine.call("commit", {**self._body(engine, version), "digest": digest[engine.url]})
+        )
+        failed = [r for r in results if isinstance(r, SyncError)]
+        if failed:
+            held = {
+                engine.url: str(result) if isinstance(result, SyncError) else f"version {version}"
+                for engine, result in zip(self._engines, results, strict=True)
+            }
+            self._connected = False
+            raise EngineError(
+                "engines disagree after a commit",
+                seen=str(held),
+                expected=f"version {version} everywhere",
+                fix="restart or drop the engines that failed; the others serve the new version",
+            ) from failed[0]
+        return [r for r in results if not isinstance(r, SyncError)]
+
+    def abort(self) -> None:
+        """Forget what is staged on any engine (best effort: an engine that does not answer aborts by its own rules)."""
+        self._all(lambda engine: engine.call("abort", {"session": self._id, "deadline_s": self._deadline}))
+
+    def _report(self, version: int, seconds: float, replies: Sequence[Mapping[str, Any]]) -> SyncReport:
+        names = list(dict.fromkeys(name for reply in replies for name in reply["phases"]))
+        return SyncReport(
+            version=version,
+            seconds=seconds,
+            phases={name: max(reply["phases"].get(name, 0.0) for reply in replies) for name in names},
+            bytes=sum(int(reply.get("bytes", 0)) for reply in replies),
+            digest=str(replies[0].get("sum", "")),
+            digest_mode=str(replies[0].get("digest_mode", "off")),
+            mode=self._engines[0].mode,
+            transport=str(self._manifest["transport"]),
+            engines=len(replies),
+        )
+
+    def states(self) -> list[dict[str, Any]]:
+        """What each engine says of itself: version, state, digest, torn, paused, label.
+
+        Raises:
+            SyncError: If an engine does not answer.
+        """
+        return _raise_first(self._all(lambda engine: engine.call("state")))
+
+    def versions(self) -> list[int]:
+        """The version that each engine serves, read from the engines; -1 before the first commit."""
+        return [int(state["version"]) for state in self.states()]
+
+    def close(self) -> None:
+        """Let the engines go; they keep serving what they have."""
+        if self._connected:
+            self._all(lambda engine: engine.call("disconnect", {"session": self._id}))
+            self._connected = False
+        for engine in self._engines:
+            engine.close()
+        self._pool.shutdown()
+
+    def __enter__(self) -> SyncSession:
+        """Connect."""
+        self.connect()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+def _raise_first(results: Sequence[dict[str, Any] | SyncError]) -> list[dict[str, Any]]:
+    for result in results:
+        if isinstance(result, SyncError):
+            raise result
+    return [result for result in results if not isinstance(result, SyncError)]

@@ -1,0 +1,134 @@
+"""The load format ``vime``: loads like ``auto`` or ``dummy``, and observes post-processing.
+
+A planned copy writes what the weight loaders would have written. That is only right for parameters which vLLM leaves as
+loaded; kernels may want theirs shuffled, padded, packed or quantised, and vLLM changes them in a step after loading.
+No list of layers says which: the loader fingerprints every parameter (address, geometry, content) before that step and
+after it. An unchanged fingerprint proves that the step was the identity on this parameter, on this device, with these
+kernels; everything else is an obstacle that the plan must respect.
+
+On a CPU, vLLM packs linear weights into opaque kernel handles. The loader asks it not to (the same switch that vLLM
+uses for layers that must stay plain), so that CPU engines run the same planned path as GPU ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.platforms import current_platform
+
+from vime_sync.digest import digest_box
+from vime_sync.errors import SyncError
+from vime_sync.layout import whole
+
+#: Where the loader leaves its findings on the model.
+ATTRIBUTE = "vime_sync_obstacles"
+_INNER = {"checkpoint": ("auto", DefaultModelLoader), "dummy": ("dummy", DummyModelLoader)}
+
+
+@dataclass(frozen=True)
+class _Fingerprint:
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    content: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> _Fingerprint:
+        data = tensor.data
+        shape = tuple(data.shape)
+        content = digest_box(data, whole(shape), shape, name).tolist() if data.device.type != "meta" else []
+        return cls(data.data_ptr(), shape, tuple(data.stride()), data.dtype, tuple(content))
+
+
+class VimeModelLoader(BaseModelLoader):
+    """See the module's text. ``--model-loader-extra-config '{"weights": "dummy"}'`` skips reading a checkpoint."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        """Choose the inner loader."""
+        super().__init__(load_config)
+        extra: Any = load_config.model_loader_extra_config or {}
+        kind = extra.get("weights", "checkpoint") if isinstance(extra, dict) else None
+        if kind not in _INNER or set(extra) - {"weights"}:
+            raise SyncError(
+                "unknown options of the load format vime",
+                seen=repr(extra),
+                expected='{"weights": "checkpoint"} or {"weights": "dummy"}',
+            )
+        load_format, loader = _INNER[kind]
+        inner = copy.copy(load_config)
+        inner.load_format = load_format
+        inner.model_loader_extra_config = {}
+        self._inner = loader(inner)
+        self._before: dict[str, _Fingerprint] = {}
+        self._attributes: dict[str, set[str]] = {}
+
+    def download_model(self, model_config: Any) -> None:
+        """Fetch the checkpoint, if one is read."""
+        self._inner.download_model(model_config)
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Load as the inner loader does, then take fingerprints."""
+        self._inner.load_weights(model, model_config)
+        if current_platform.is_cpu():
+            _keep_plain(model)
+        self._before = {name: _Fingerprint.of(name, p) for name, p in model.named_parameters()}
+        self._attributes = {name: _loose_tensors(module) for name, module in model.named_modules()}
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
+        """Load, post-process, and leave the obstacles on the model as ``vime_sync_obstacles``."""
+        model: torch.nn.Module = super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        if current_platform.is_cpu():
+            _drop_packed_heads(model)
+        setattr(model, ATTRIBUTE, self._obstacles(model))
+        return model
+
+    def _obstacles(self, model: torch.nn.Module) -> dict[str, str]:
+        after = {name: _Fingerprint.of(name, p) for name, p in model.named_parameters()}
+        found = {}
+        for name, was in self._before.items():
+            now = after.get(name)
+            if now is None:
+                found[name] = "post-processing removed it"
+            elif now != was:
+                what = "moved" if now.content == was.content and now.shape == was.shape else "changed"
+                found[name] = f"post-processing {what} it: {was.shape} {was.dtype} to {now.shape} {now.dtype}"
+        found |= {name: "post-processing created it" for name in after.keys() - self._before.keys()}
+        for name, module in model.named_modules():
+            derived = _loose_tensors(module) - self._attributes.get(name, set())
+            packed = getattr(module, "cpu_linear", torch.nn.functional.linear) is not torch.nn.functional.linear
+            if derived or packed:
+                why = (
+                    f"post-processing derives {sorted(derived)} from it"
+                    if derived
+                    else "a kernel handle holds it packed"
+                )
+                prefix = f"{name}." if name else ""
+                found |= {n: why for n in after if n.startswith(prefix) and n not in found}
+        return found
+
+
+def _loose_tensors(module: torch.nn.Module) -> set[str]:
+    """Names of tensors that a module holds outside its parameters and buffers."""
+    return {key for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
+
+
+def _keep_plain(model: torch.nn.Module) -> None:
+    """Ask vLLM's CPU linear layers not to pack their weights (UnquantizedLinearMethod honours the switch)."""
+    for module in model.modules():
+        if type(getattr(module, "quant_method", None)).__name__ == "UnquantizedLinearMethod":
+            module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
+
+
+def _drop_packed_heads(model: torch.nn.Module) -> None:
+    """Embeddings and output heads keep their weight and pack a copy beside it; use the weight instead of the copy."""
+    for module in model.modules():
+        if type(getattr(module, "quant_method", None)).__name__ == "UnquantizedEmbeddingMethod":
+            module.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]

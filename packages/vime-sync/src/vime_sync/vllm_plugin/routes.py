@@ -1,0 +1,260 @@
+"""HTTP routes under ``/vime``: one engine's half of the transaction, run inside its API server.
+
+The server, not the client, holds the order *pause, commit on every worker, drop caches, publish the version, resume*.
+So a controller that dies in the middle leaves an engine that has either finished the step or undone it, and a whole
+update costs one round trip.
+
+=============  ===========================================================================================
+``state``      what the engine serves (GET)
+``connect``    plan on every worker; divide the digest among them
+``stage``      bytes ready on every worker, verified; nothing that is served has changed
+``commit``     pause if needed, write, drop caches, publish the version, resume
+``update``     ``stage`` and ``commit`` in one call
+``abort``      forget what was staged
+``disconnect`` let go of the trainer
+=============  ===========================================================================================
+
+Every answer is JSON with ``ok``; a refusal has status 409 and carries the named error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from vime_sync.agree import divide
+from vime_sync.digest import Digest
+from vime_sync.errors import (
+    AlreadyStartedError,
+    DigestError,
+    EngineError,
+    NotPausedError,
+    SyncError,
+    TornEngineError,
+    TransactionError,
+    from_wire,
+    to_wire,
+)
+from vime_sync.vllm_plugin.control import EngineControl
+
+PAUSE_MODES = ("keep", "wait", "abort")
+
+
+class SyncServer:
+    """The transaction of one engine. One operation at a time; a second one is refused, not queued."""
+
+    def __init__(self, engine: EngineControl) -> None:
+        """Drive `engine`."""
+        self.engine = engine
+        self._busy = ""
+
+    async def handle(self, operation: str, body: Any) -> dict[str, Any]:
+        """Run one operation.
+
+        Args:
+            operation: One of the table in the module's text.
+            body: The request's JSON.
+
+        Returns:
+            The answer, ``ok`` included.
+        """
+        started = time.perf_counter()
+        try:
+            if not isinstance(body, dict):
+                raise TransactionError("malformed request", seen=type(body).__name__, expected="a JSON object")
+            if self._busy:
+                raise AlreadyStartedError(
+                    "an operation is under way", seen=self._busy, expected=f"idle for {operation}"
+                )
+            self._busy = operation
+            try:
+                deadline = float(body.get("deadline_s", 60.0))
+                async with asyncio.timeout(deadline):
+                    answer = await self._run(operation, body, deadline)
+            finally:
+                self._busy = ""
+            reply = {"ok": True, **answer}
+        except SyncError as error:
+            reply = {"ok": False, **to_wire(error)}
+        except TimeoutError:
+            late = EngineError("the engine did not finish in time", where=operation, expected=f"{deadline} s")
+            reply = {"ok": False, **to_wire(late)}
+        return {**reply, "server_seconds": time.perf_counter() - started}
+
+    async def _run(self, operation: str, body: dict[str, Any], deadline: float) -> dict[str, Any]:
+        if operation == "state":
+            return await self._state()
+        if operation == "connect":
+            return await self._connect(body, deadline)
+        if operation == "stage":
+            return await self._stage(body, deadline)
+        if operation == "commit":
+            return await self._commit(body, deadline)
+        if operation == "update":
+            return await self._update(body, deadline)
+        return self._one(await self._ask(operation, body, deadline))
+
+    async def _ask(self, operation: str, body: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+        """Ask every worker; raise the first refusal."""
+        replies = await self.engine.workers({**body, "op": operation}, deadline)
+        for reply in replies:
+            if not reply.get("ok"):
+                raise from_wire(reply)
+        return replies
+
+    @staticmethod
+    def _one(replies: list[dict[str, Any]]) -> dict[str, Any]:
+        versions = sorted({reply["version"] for reply in replies})
+        return {
+            "version": versions[0] if len(versions) == 1 else -1,
+            "state": replies[0]["state"],
+            "torn": next((r["torn"] for r in replies if r["torn"]), ""),
+            "digest": replies[0]["digest"],
+            "workers": len(replies),
+        }
+
+    async def _state(self) -> dict[str, Any]:
+        replies = await self.engine.workers({"op": "state"}, 10.0)
+        return {**self._one(replies), "paused": await self.engine.is_paused(), "label": await self.engine.label()}
+
+    async def _connect(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
+        replies = await self._ask("connect", body, deadline)
+        if len(replies) > 1:
+            shares = divide({r["rank"]: [tuple(item) for item in r["slices"]] for r in replies})
+            await self._ask("agree", {"session": body.get("session"), "shares": shares}, deadline)
+        ignored = set.intersection(*(set(r["plan"]["ignored"]) for r in replies))
+        plan = {key: sum(r["plan"][key] for r in replies) for key in ("copies", "bytes", "fills", "constants")}
+        return {
+            **self._one(replies),
+            "mode": replies[0]["mode"],
+            "seconds": max(r["seconds"] for r in replies),
+            "plan": {**plan, "ignored": sorted(ignored)},
+        }
+
+    async def _stage(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
+        try:
+            replies = await self._ask("stage", body, deadline)
+            return {**self._one(replies), **_verified(replies), "seconds": max(r["seconds"] for r in replies)}
+        except SyncError as error:
+            if not isinstance(error, AlreadyStartedError):
+                await self.engine.workers({"op": "abort", "session": body.get("session")}, deadline)
+            raise
+
+    async def _commit(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
+        phases: dict[str, float] = {}
+        mode = body.get("in_flight", "keep")
+        ours = await self._pause(mode, phases)
+        served = False
+        try:
+            with _timed(phases, "commit"):
+                replies = await self._ask("commit", body, deadline)
+                verified = _verified(replies)
+            await self.engine.publish(str(body["version"]), drop_caches=not ours)
+            served = True
+        except DigestError as error:
+            await self.engine.workers({"op": "tear", "session": body.get("session"), "reason": str(error)}, deadline)
+            raise TornEngineError(
+                "the bytes that were written are not those that were published",
+                seen=str(error),
+                fix="send a whole newer version",
+            ) from error
+        finally:
+            # After a failed write the engine stays paused: nothing half new is ever sampled from.
+            if ours and (served or not await self._torn()):
+                with _timed(phases, "resume"):
+                    await self.engine.resume()
+        return {**self._one(replies), **verified, "phases": phases}
+
+    async def _torn(self) -> bool:
+        return any(reply.get("torn") for reply in await self.engine.workers({"op": "state"}, 10.0))
+
+    async def _pause(self, mode: Any, phases: dict[str, float]) -> bool:
+        """Pause unless the caller did; whether we did."""
+        if await self.engine.is_paused():
+            return False
+        if mode not in PAUSE_MODES:
+            raise NotPausedError(
+                "the engine is generating",
+                seen=f"in_flight={mode!r}",
+                expected=f"a paused engine, or in_flight one of {PAUSE_MODES}",
+            )
+        with _timed(phases, "pause"):
+            await self.engine.pause(mode)
+        return True
+
+    async def _update(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
+        staged = await self._stage(body, deadline)
+        try:
+            committed = await self._commit({**body, "digest": staged.get("sum", "")}, deadline)
+        except SyncError:
+            await self.engine.workers({"op": "abort", "session": body.get("session")}, deadline)
+            raise
+        return {**staged, **committed, "phases": {"stage": staged["seconds"], **committed["phases"]}}
+
+
+class _timed:  # noqa: N801 (reads as a statement)
+    """Adds the time of a block to a dict."""
+
+    def __init__(self, phases: dict[str, float], name: str) -> None:
+        self._phases, self._name = phases, name
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._phases[self._name] = time.perf_counter() - self._started
+
+
+def _verified(replies: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add up what the workers counted and compare it with what was published."""
+    report: dict[str, Any] = {}
+    if any("bytes" in r for r in replies):
+        report["bytes"] = sum(r.get("bytes", 0) for r in replies)
+    if "sum" in replies[0]:
+        total = sum((Digest.parse(r["sum"]) for r in replies), Digest())
+        if str(total) != replies[0]["expected"]:
+            raise DigestError(
+                "bytes that arrived are not those that were published",
+                where="all workers",
+                seen=str(total),
+                expected=replies[0]["expected"],
+            )
+        report["sum"] = str(total)
+    if "digest_mode" in replies[0]:
+        report["digest_mode"] = replies[0]["digest_mode"]
+    return report
+
+
+class SyncEndpoints:
+    """The endpoint plugin: see `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
+
+    name = "vime_sync"
+    required_tasks = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes."""
+        router = APIRouter(prefix="/vime")
+
+        async def call(operation: str, raw: Request) -> JSONResponse:
+            body = await raw.json() if raw.method == "POST" else {}
+            reply = await raw.app.state.vime_sync.handle(operation, body)
+            return JSONResponse(reply, status_code=200 if reply["ok"] else 409)
+
+        def route(operation: str, method: str) -> None:
+            async def endpoint(raw: Request) -> JSONResponse:
+                return await call(operation, raw)
+
+            router.add_api_route(f"/{operation}", endpoint, methods=[method], name=f"vime_{operation}")
+
+        route("state", "GET")
+        for operation in ("connect", "stage", "commit", "update", "abort", "disconnect"):
+            route(operation, "POST")
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Keep the engine's client for the routes."""
+        state.vime_sync = SyncServer(EngineControl(engine_client))

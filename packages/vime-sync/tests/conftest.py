@@ -1,0 +1,230 @@
+"""Fixtures: tiny HF model folders made by code, and real vLLM servers on the CPU, shared by a whole test session."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save_file
+from vime_sync import engine_arguments, engine_environment
+
+VOCABULARY = 64
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.02,
+    "intermediate_size": 128,
+    "max_position_embeddings": 256,
+    "max_window_layers": 2,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": VOCABULARY,
+    "dtype": "float32",
+}
+MOE = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+
+
+def checkpoint(config, seed):
+    """Random weights under HF names, large enough that greedy tokens depend on them."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, config["dtype"])
+    h, d, f = config["hidden_size"], config["head_dim"], config["intermediate_size"]
+    q, kv = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], h), "model.norm.weight": (h,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], h)
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        shapes |= {
+            at + "self_attn.q_proj.weight": (q, h),
+            at + "self_attn.k_proj.weight": (kv, h),
+            at + "self_attn.v_proj.weight": (kv, h),
+            at + "self_attn.o_proj.weight": (h, q),
+            at + "self_attn.q_norm.weight": (d,),
+            at + "self_attn.k_norm.weight": (d,),
+            at + "input_layernorm.weight": (h,),
+            at + "post_attention_layernorm.weight": (h,),
+        }
+        if config["model_type"] == "qwen3_moe":
+            m = config["moe_intermediate_size"]
+            shapes[at + "mlp.gate.weight"] = (config["num_experts"], h)
+            for expert in range(config["num_experts"]):
+                to = f"{at}mlp.experts.{expert}."
+                shapes |= {
+                    to + "gate_proj.weight": (m, h),
+                    to + "up_proj.weight": (m, h),
+                    to + "down_proj.weight": (h, m),
+                }
+        else:
+            shapes |= {
+                at + "mlp.gate_proj.weight": (f, h),
+                at + "mlp.up_proj.weight": (f, h),
+                at + "mlp.down_proj.weight": (h, f),
+            }
+    made = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        made[name] = ((1 + 0.1 * noise) if len(shape) == 1 else 0.3 * noise).to(dtype)
+    return made
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory):
+    """A function that writes a HF folder (config, weights, tokenizer) for a config and a seed."""
+
+    def make(config=DENSE, seed=0, weights=True):
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        folder = tmp_path_factory.mktemp("model")
+        (folder / "config.json").write_text(json.dumps(config))
+        words = {"<pad>": 0, "<eos>": 1, "<bos>": 2} | {f"w{i}": i for i in range(3, config["vocab_size"])}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
+        ).save_pretrained(folder)
+        if weights:
+            save_file(checkpoint(config, seed), folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+class Server:
+    """A vLLM server process and the few requests that tests make of it."""
+
+    def __init__(self, folder, *extra, log, dtype="float32"):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url, self.model, self.log = f"http://127.0.0.1:{port}", str(folder), Path(log)
+        environment = (
+            os.environ
+            | engine_environment()
+            | {
+                "VLLM_SERVER_DEV_MODE": "1",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "OMP_NUM_THREADS": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_LOGGING_LEVEL": "INFO",
+                "HF_HUB_OFFLINE": "1",
+            }
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            self.model,
+            "--port",
+            str(port),
+            "--host",
+            "127.0.0.1",
+            "--dtype",
+            dtype,
+            "--max-model-len",
+            "128",
+            "--max-num-seqs",
+            "8",
+            "--enforce-eager",
+            "--enable-scale-out",
+            "--logprobs-mode",
+            "processed_logprobs",
+            *engine_arguments(),
+            *extra,
+        ]
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=self.log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def ready(self, deadline_s=240):
+        """Wait until the server answers."""
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                break
+            try:
+                if httpx.get(f"{self.url}/health", timeout=2).is_success:
+                    return self
+            except httpx.HTTPError:
+                time.sleep(0.5)
+        self.stop()
+        raise RuntimeError("no server: " + self.log.read_text(errors="replace")[-3000:])
+
+    def generate(self, prompt=(5, 6, 7, 8), tokens=12):
+        """Greedy tokens, their logprobs and the version spans."""
+        body = {
+            "token_ids": list(prompt),
+            "stream": False,
+            "sampling_params": {"max_tokens": tokens, "temperature": 0.0, "logprobs": 1, "ignore_eos": True},
+        }
+        response = httpx.post(f"{self.url}/inference/v1/generate", json=body, timeout=120)
+        response.raise_for_status()
+        return response.json()["choices"][0]
+
+    def post(self, path, **body):
+        """POST to a route; the raw response."""
+        return httpx.post(f"{self.url}{path}", json=body, timeout=60)
+
+    def stop(self):
+        """End the whole process group."""
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, sign)
+            except ProcessLookupError:
+                return
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory):
+    """A function that starts a server; all are stopped at the end of the session."""
+    servers = []
+
+    def start(folder, *extra, dtype="float32"):
+        server = Server(folder, *extra, log=tmp_path_factory.mktemp("server") / "log", dtype=dtype)
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.stop()
