@@ -37,6 +37,8 @@ check: $(SYNC)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy $(TYPED)
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/hadolint $(wildcard docker/Dockerfile.*)
+	$(BIN)/shellcheck $(wildcard tools/*.sh tools/*/*.sh docker/*.sh)
 
 test: check
 	$(BIN)/coverage erase

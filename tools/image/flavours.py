@@ -3,6 +3,7 @@
 A base image ships torch and its companions built for its own ROCm or CUDA. The index carries other builds of the same
 names, which install without complaint and fail at the first GPU operation. These names are therefore never left to a
 resolver: ``constraints.py`` pins those that are installed, and ``dry_run_guard.py`` refuses a plan that holds any.
+vLLM and Megatron-Core stand among them because an image builds each from one commit, and a release is not that commit.
 
 Standard library only, like everything in this folder: it runs in a base image before anything was installed.
 """
@@ -21,6 +22,7 @@ PROTECTED = (
     "triton",
     "pytorch-triton-rocm",
     "vllm",
+    "megatron-core",
     "flash-attn",
     "transformer-engine",
     "transformer-engine-torch",
