@@ -10,6 +10,7 @@ from vime_rollout.data.rows import RowKeys
 from vime_rollout.engine import (
     CpuOptions,
     Engine,
+    EngineClient,
     EngineConfig,
     EngineState,
     GenerateRequest,
@@ -34,6 +35,7 @@ __all__ = [
     "DataSource",
     "Encoder",
     "Engine",
+    "EngineClient",
     "EngineConfig",
     "EnginePool",
     "EngineState",

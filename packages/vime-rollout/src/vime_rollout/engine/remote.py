@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from vime_rollout.engine.client import EngineClient
-from vime_rollout.engine.request import GenerateRequest, Generation
+from vime_rollout.engine.request import GenerateRequest, Generation, SamplingParams
 from vime_rollout.engine.state import EngineState, StateMachine
 from vime_rollout.errors import (
     EngineBusyError,
@@ -249,13 +249,25 @@ class RemoteEngine:
         self._states.move(EngineState.TORN, reason)
 
     async def health(self) -> None:
-        """Ask whether the engine answers.
+        """Ask whether the server answers and its core lives (a core that hangs lives: see ``probe``).
 
         Raises:
             EngineDeadError: When its process ended.
             EngineError: When it does not answer, or says that its core is dead.
         """
         await self._call("GET", "/health")
+
+    async def probe(self, deadline_s: float = 30.0) -> None:
+        """Generate one token: the only question that a server with a hung core cannot answer.
+
+        Raises:
+            EngineError: When there is no valid answer in time.
+        """
+        request = GenerateRequest((0,), SamplingParams(max_tokens=1), seed=0, request_id=f"{self.name}-probe")
+        try:
+            await self._client.generate(request, deadline_s=deadline_s)
+        except (EngineBusyError, EngineTimeoutError) as error:
+            raise await self._diagnose(error) from error
 
     async def abort_all(self) -> None:
         """Cut every running request; each comes back with the tokens it has, as ``aborted``."""

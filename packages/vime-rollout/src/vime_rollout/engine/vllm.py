@@ -22,7 +22,6 @@ from vime_rollout.engine.client import EngineClient
 from vime_rollout.engine.config import EngineConfig
 from vime_rollout.engine.process import EngineProcess
 from vime_rollout.engine.remote import RemoteEngine
-from vime_rollout.engine.request import GenerateRequest, SamplingParams
 from vime_rollout.engine.state import EngineState
 from vime_rollout.errors import EngineDeadError, EngineError, EngineStartError, EngineTimeoutError
 
@@ -83,8 +82,9 @@ class VLLMEngine(RemoteEngine):
                 grace_s=self.config.stop_grace_s,
                 name=self.name,
             )
-            await self._until_answering(self._process, began + self.config.start_deadline_s)
-            await self._prove()
+            deadline = began + self.config.start_deadline_s
+            await self._until_answering(self._process, deadline)
+            await self._prove(deadline)
         except BaseException as error:
             await self._end_process()
             self._states.move(EngineState.DEAD, f"did not start: {error}")
@@ -117,12 +117,12 @@ class VLLMEngine(RemoteEngine):
                 return
             await asyncio.sleep(_POLL_S)
 
-    async def _prove(self) -> None:
+    async def _prove(self, deadline: float) -> None:
         try:
             await self._check_identity()
             await self._greet(self.config.initial_version)
-            probe = GenerateRequest((0,), SamplingParams(max_tokens=1), seed=0, request_id=f"{self.name}-probe")
-            await self._client.generate(probe)
+            # The first generation may compile kernels, so its bound is that of the start.
+            await self.probe(max(1.0, deadline - time.monotonic()))
         except EngineStartError:
             raise
         except EngineError as error:

@@ -1,0 +1,324 @@
+"""The engine on real vLLM: one server for all tests here; a test that kills it has the next one start another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+from vime_rollout import (
+    CpuOptions,
+    DataConfig,
+    Encoder,
+    EngineConfig,
+    EnginePool,
+    EngineState,
+    GenerateRequest,
+    RemoteEngine,
+    Rollout,
+    RolloutConfig,
+    SampleStatus,
+    SamplingParams,
+    VLLMEngine,
+    load_reward,
+    open_data_source,
+)
+from vime_rollout.errors import (
+    EngineDeadError,
+    EngineRequestError,
+    EngineStartError,
+    EngineStateError,
+    EngineTimeoutError,
+    VersionMismatchError,
+)
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+PROMPT = (5, 14, 6, 17)
+CONTEXT = 256
+
+
+def config_of(model, folder, **changes):
+    options = {"dtype": "float32", "max_model_len": CONTEXT, "enforce_eager": True, "cpu": CpuOptions()}
+    options |= {"log_path": str(folder / "engine.log"), "start_deadline_s": 300.0, "name": "e0"}
+    return EngineConfig(model=str(model), **{**options, **changes})
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def holder(tiny_model, tmp_path_factory):
+    """The shared engine's slot; what is in it at the end is stopped, and nothing may be left of it."""
+    slot = {"config": config_of(tiny_model, tmp_path_factory.mktemp("engine")), "engine": None}
+    yield slot
+    if slot["engine"] is not None:
+        pids = slot["engine"].pids
+        await slot["engine"].stop()
+        assert not [p for p in pids if psutil.pid_exists(p)]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(holder):
+    """A ready engine of version 0 or more."""
+    if holder["engine"] is None or holder["engine"].state is not EngineState.READY:
+        if holder["engine"] is not None:
+            await holder["engine"].stop()
+        holder["engine"] = VLLMEngine(holder["config"])
+        await holder["engine"].start()
+    return holder["engine"]
+
+
+def request(max_tokens=16, seed=3, tokens=PROMPT, **sampling):
+    return GenerateRequest(tokens, SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling), seed=seed)
+
+
+async def relabel(engine, version):
+    """Give the weights the next version, as a weight update does when it is committed."""
+    await engine._client.control("POST", "/update_weight_version", json={"new_version": str(version)})
+
+
+async def test_equal_seeds_give_equal_tokens_whatever_else_runs(engine):
+    alone = await engine.generate(request(seed=3))
+    crowd = await asyncio.gather(*(engine.generate(request(seed=s)) for s in (1, 2, 3, 4, 3)))
+    assert crowd[2].tokens == crowd[4].tokens == alone.tokens
+    assert len({g.tokens for g in crowd}) == 4
+    assert (alone.status, len(alone.tokens), alone.engine) == (SampleStatus.TRUNCATED, 16, "e0")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_those_of_the_sampled_distribution(engine, tiny_model, temperature):
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    generations = await asyncio.gather(
+        *(engine.generate(request(48, seed=s, temperature=temperature)) for s in range(4))
+    )
+    model = Qwen3ForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for generation in generations:
+        tokens = torch.tensor([PROMPT + generation.tokens])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(PROMPT) - 1 : -1] / temperature
+        expected = logits.log_softmax(-1).gather(1, tokens[0, len(PROMPT) :, None])[:, 0]
+        difference = (expected - torch.tensor(generation.logprobs)).abs().max().item()
+        assert difference < 1e-4
+        assert expected.std() > 0.1  # far from uniform, where every answer would be near the right one
+
+
+async def test_stop_strings_ids_and_end_of_sequence(engine, tiny_model):
+    encoder = Encoder(tiny_model)
+    free = await engine.generate(request(64, seed=5))
+    text = encoder.decode(free.tokens)
+    stop = next(c for c in text[3:] if c.isalnum() and c not in text[:3])
+    cut = await engine.generate(request(64, seed=5, stop=(stop,)))
+    assert cut.status is SampleStatus.COMPLETED
+    assert cut.tokens == free.tokens[: len(cut.tokens)]
+    assert encoder.decode(cut.tokens).endswith(stop)
+    last = free.tokens[5]
+    first = free.tokens.index(last)
+    by_id = await engine.generate(request(64, seed=5, stop_token_ids=(last,)))
+    assert by_id.tokens == free.tokens[: first + 1]
+    ends = [GenerateRequest(PROMPT, SamplingParams(max_tokens=CONTEXT - 4), seed=s) for s in range(8)]
+    finished = [g for g in await asyncio.gather(*map(engine.generate, ends)) if g.status is SampleStatus.COMPLETED]
+    assert finished
+    assert all(g.tokens[-1] == encoder.eos_token_id and encoder.eos_token_id not in g.tokens[:-1] for g in finished)
+
+
+async def test_versions_are_stamped_checked_and_span_an_update_in_flight(engine):
+    before = engine.version
+    assert {s.version for s in (await engine.generate(request(), version=before)).versions} == {before}
+    with pytest.raises(VersionMismatchError, match=f"version {before + 5}"):
+        await engine.generate(request(), version=before + 5)
+    for attempt in range(10):  # the update must hit while tokens are made
+        running = asyncio.create_task(engine.generate(request(CONTEXT - 8, seed=attempt)))
+        await asyncio.sleep(0.1)
+        await engine.pause("keep")
+        version = engine.version + 1
+        async with engine.updating(version):
+            await relabel(engine, version)
+            await engine._client.control("POST", "/resume")
+        spans = (await running).versions
+        if len(spans) == 2:
+            break
+    assert [s.version for s in spans] == [version - 1, version]
+    assert (spans[0].start, spans[0].end, spans[1].end) == (0, spans[1].start, CONTEXT - 8)
+    assert engine.version == version
+    with pytest.raises(VersionMismatchError):
+        await engine.generate(request(), version=version - 1)
+
+
+async def test_a_failed_update_leaves_the_old_version_serving(engine):
+    before = engine.version
+    with pytest.raises(RuntimeError, match="transfer"):
+        async with engine.updating(before + 1):
+            raise RuntimeError("transfer failed")
+    assert (engine.state, engine.version) == (EngineState.READY, before)
+    await engine.generate(request(), version=before)
+
+
+async def test_pause_holds_requests_and_resume_lets_them_go(engine):
+    await engine.pause()
+    with pytest.raises(EngineStateError, match="paused -> asleep"):
+        await engine.sleep()
+    waiting = asyncio.create_task(engine.generate(request()))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    await engine.resume()
+    assert len((await waiting).tokens) == 16
+    with pytest.raises(EngineStateError, match="cannot resume"):
+        await engine.resume()
+
+
+async def test_a_deadline_frees_the_engine(engine):
+    with pytest.raises(EngineTimeoutError, match=r"0\.05 s"):
+        await engine.generate(request(CONTEXT - 8), deadline_s=0.05)
+    assert engine.in_flight == 0
+    await engine.health()
+    assert len((await engine.generate(request())).tokens) == 16
+
+
+async def test_a_prompt_beyond_the_context_is_refused_with_both_lengths(engine):
+    with pytest.raises(EngineRequestError, match=rf"length 300.*{CONTEXT}"):
+        await engine.generate(request(tokens=(5,) * 300))
+
+
+async def test_a_remote_engine_is_used_and_never_ended(engine):
+    remote = RemoteEngine(engine.url)
+    await remote.connect(initial_version=77)  # the server has a version: it is read, not overwritten
+    assert remote.version == engine.version
+    assert (await remote.generate(request())).tokens == (await engine.generate(request())).tokens
+    await remote.stop()
+    assert remote.state is EngineState.STOPPED
+    await engine.health()
+
+
+async def test_the_loop_on_the_real_engine_is_repeatable(engine, tiny_model):
+    encoder = Encoder(tiny_model)
+    data = DataConfig(gym_task="chain_sum", gym_size=8, gym_options={"max_terms": 2}, apply_chat_template=True)
+    prompts = open_data_source(data, encoder).next(3)
+    reward = load_reward("exact_match")
+    config = RolloutConfig(samples_per_prompt=2, sampling=SamplingParams(max_tokens=24), max_context_tokens=CONTEXT)
+    rollout = Rollout(EnginePool([engine]), encoder, reward, config)
+    first = await rollout.run(prompts, version=engine.version)
+    second = await rollout.run(prompts, version=engine.version)
+    assert [[s.tokens for s in g] for g in first] == [[s.tokens for s in g] for g in second]
+    assert all(s.reward is not None and (s.reward or s.reward_reason) for g in first for s in g)
+    assert {s.oldest_version for g in first for s in g} == {engine.version}
+
+
+async def test_a_cut_sample_goes_on_where_it_was_cut(engine, tiny_model):
+    data = DataConfig(gym_task="chain_sum", gym_size=2)
+    encoder = Encoder(tiny_model)
+    (prompt,) = open_data_source(data, encoder).next(1)
+    sampling = SamplingParams(max_tokens=128, ignore_eos=True)
+    config = RolloutConfig(samples_per_prompt=2, sampling=sampling, max_context_tokens=CONTEXT)
+    rollout = Rollout(engine, encoder, load_reward("exact_match"), config)
+    for _ in range(10):
+        running = asyncio.create_task(rollout.run([prompt]))
+        await asyncio.sleep(0.15)
+        await engine.abort_all()
+        (group,) = await running
+        if all(s.timings.attempts > 1 for s in group):
+            break
+    assert all(s.response_length == 128 and s.status is SampleStatus.TRUNCATED for s in group)
+    assert all(s.timings.attempts > 1 for s in group)
+
+
+async def test_a_hung_core_answers_health_but_no_probe(engine):
+    (core,) = [p for p in engine.pids if "EngineCore" in _line(p)]
+    os.kill(core, signal.SIGSTOP)
+    try:
+        await engine.health()
+        with pytest.raises(EngineTimeoutError):
+            await engine.probe(deadline_s=1.0)
+        with pytest.raises(EngineTimeoutError):
+            await engine.generate(request(), deadline_s=0.5)
+    finally:
+        os.kill(core, signal.SIGCONT)
+    await engine.probe()
+
+
+@pytest.mark.parametrize("victim", ["VLLM::EngineCore", "api_server"])
+async def test_a_killed_engine_is_told_with_its_log(engine, victim):
+    pids = engine.pids
+    running = asyncio.create_task(engine.generate(request(CONTEXT - 8)))
+    await asyncio.sleep(0.1)
+    (target,) = [p for p in pids if victim in " ".join(psutil.Process(p).cmdline()) and "warden" not in _line(p)]
+    os.kill(target, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match="exit code") as caught:
+        await running
+    assert time.monotonic() - began < 20
+    assert "last lines of" in caught.value.seen
+    assert engine.state is EngineState.DEAD
+    with pytest.raises(EngineDeadError):
+        await engine.generate(request())
+    with pytest.raises(EngineDeadError):
+        await engine.health()
+    assert not [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+
+
+def _line(pid):
+    return " ".join(psutil.Process(pid).cmdline())
+
+
+async def test_an_engine_that_cannot_start_says_why(tiny_model, tmp_path):
+    broken = tmp_path / "model"
+    shutil.copytree(tiny_model, broken)
+    values = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(values | {"architectures": ["NoSuchModelForCausalLM"]}))
+    engine = VLLMEngine(config_of(broken, tmp_path))
+    with pytest.raises(EngineStartError, match="NoSuchModelForCausalLM") as caught:
+        await engine.start()
+    assert "died while starting" in caught.value.what
+    assert engine.state is EngineState.DEAD
+    assert engine.pids == []
+
+
+async def test_a_busy_port_a_missing_model_and_a_deadline_stop_a_start(tiny_model, tmp_path):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        busy = VLLMEngine(config_of(tiny_model, tmp_path, port=holder.getsockname()[1]))
+        with pytest.raises(EngineStartError, match="port is busy"):
+            await busy.start()
+    missing = VLLMEngine(config_of(tmp_path / "none", tmp_path))
+    with pytest.raises(EngineStartError, match="missing"):
+        await missing.start()
+    late = VLLMEngine(config_of(tiny_model, tmp_path, start_deadline_s=1.0))
+    with pytest.raises(EngineStartError, match="did not start in time"):
+        await late.start()
+    assert busy.pids == missing.pids == late.pids == []
+
+
+def test_nothing_is_left_when_the_owner_is_killed(tiny_model, tmp_path):
+    owner = f"""
+        import asyncio
+        from vime_rollout import CpuOptions, EngineConfig, VLLMEngine
+        config = EngineConfig(model={str(tiny_model)!r}, dtype="float32", enforce_eager=True, cpu=CpuOptions(),
+                              log_path={str(tmp_path / "engine.log")!r})
+        asyncio.run(VLLMEngine(config).start())
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(owner)])
+    tree: list[psutil.Process] = []
+    deadline = time.monotonic() + 120
+    while not any("EngineCore" in _line(p.pid) or "spawn_main" in _line(p.pid) for p in tree):
+        assert time.monotonic() < deadline
+        assert parent.poll() is None
+        time.sleep(0.2)
+        tree = [p for p in psutil.Process(parent.pid).children(recursive=True) if p.is_running()]
+    parent.kill()
+    parent.wait(10)
+    _, alive = psutil.wait_procs(tree, timeout=20)
+    assert alive == []
