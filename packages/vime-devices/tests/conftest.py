@@ -5,8 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from vime_devices import Node, read_kfd
 from vime_devices.preflight import Snapshot, take_snapshot
+
+settings.register_profile("busy", deadline=None)  # time per example says nothing on a shared machine
+settings.load_profile("busy")
 
 BOOT = "0f3e6b8a-6d0e-4a57-9d3c-2b7f3c1f9e11"
 

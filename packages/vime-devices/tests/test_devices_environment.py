@@ -1,5 +1,7 @@
 """The environment of child processes: what is written, what is removed, what is refused."""
 
+from dataclasses import replace
+
 import pytest
 from vime_devices import MaskError, Platform, VisibilityError, child_environment, ray_environment, visible_devices
 from vime_devices.environment import with_mask
@@ -114,6 +116,17 @@ def test_a_known_node_refuses_phantoms():
     with pytest.raises(MaskError, match="the node does not have") as caught:
         visible_devices(Platform.CUDA, {CUDA: "0,5"}, node=synthetic_node(Platform.CUDA, 2))
     assert caught.value.seen == "5"
+
+
+def test_mig_devices_have_names_and_no_numbers():
+    gpus = synthetic_node(Platform.CUDA, 2)
+    mig = replace(gpus.devices[1], index=2, uuid="MIG-9a8b7c6d-0000-4000-8000-000000000001")
+    node = replace(gpus, devices=(*gpus.devices, mig))
+    assert visible_devices(Platform.CUDA, {}, node=node) == ["0", "1"]
+    assert visible_devices(Platform.CUDA, {CUDA: "MIG-9a8b"}, node=node) == ["MIG-9a8b"]
+    for phantom in ("2", "GPU-0"):  # past the GPUs; the prefix of two
+        with pytest.raises(MaskError, match="the node does not have"):
+            visible_devices(Platform.CUDA, {CUDA: phantom}, node=node)
 
 
 @pytest.mark.parametrize("environ", [{HIP: ""}, {CUDA: ""}, {HIP: "", CUDA: "3"}])

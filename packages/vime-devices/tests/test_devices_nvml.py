@@ -53,9 +53,13 @@ class Library:
         buffer.value = self.names[handle.value - 1]
         return 0
 
+    def nvmlDeviceGetMigMode(self, handle, current, pending):
+        if handle.value == 1:
+            return 3  # not supported
+        current._obj.value = pending._obj.value = int(self.mig)
+        return 0
+
     def nvmlDeviceGetMaxMigDeviceCount(self, handle, most):
-        if not self.mig or handle.value == 1:
-            return 3
         most._obj.value = 3
         return 0
 

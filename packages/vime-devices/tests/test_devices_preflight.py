@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vime_devices import Platform
+from vime_devices import DeviceError, MaskError, Platform
 from vime_devices.preflight import (
     Finding,
     Severity,
@@ -38,8 +38,20 @@ def test_a_healthy_process_has_no_findings(snap):
 def test_a_snapshot_survives_json(snap):
     taken = snap("rank 3", {HIP: "3,0"}, own=(0,))
     assert Snapshot.from_json(json.loads(json.dumps(taken.to_json()))) == taken
-    with pytest.raises(TypeError):
-        Snapshot.from_json(taken.to_json() | {"unknown": 1})
+
+
+def test_what_is_no_snapshot(snap, node8):
+    for data, match in (
+        (snap().to_json() | {"unknown": 1}, "not a snapshot"),
+        (snap().to_json() | {"devices": 3}, "not a snapshot"),
+        ([1], "not a snapshot"),
+        ({}, "not a snapshot"),
+        (snap().to_json() | {"snapshot_version": 0}, "another version"),
+    ):
+        with pytest.raises(DeviceError, match=match):
+            Snapshot.from_json(data)
+    with pytest.raises(MaskError, match="own ordinals"):
+        take_snapshot("rank 3", Platform.HIP, environ={HIP: "3"}, node=node8, own=[3])
 
 
 def test_this_process(node8, monkeypatch):

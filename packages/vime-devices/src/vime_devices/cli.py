@@ -139,7 +139,7 @@ def _doctor(options: argparse.Namespace) -> int:
     snapshots: list[Snapshot] = []
     try:
         if options.snapshots:
-            snapshots = [Snapshot.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in options.snapshots]
+            snapshots = [Snapshot.from_json(_read_json(path)) for path in options.snapshots]
         else:
             node = _node(options)
             snapshots = [take_snapshot("this process", node.platform, node=node)]
@@ -175,9 +175,16 @@ def _probe(options: argparse.Namespace) -> int:
     return int(any(case.outcome in (Outcome.WRONG_DEVICE, Outcome.TIMEOUT) for case in result.cases))
 
 
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DeviceError("a snapshot cannot be read", where=str(path), seen=str(error), expected="JSON") from error
+
+
 def _json(data: dict[str, Any]) -> None:
     print(json.dumps(data, indent=2))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # pragma: no cover - run as a process
     sys.exit(main())

@@ -69,7 +69,7 @@ def visible_devices(platform: Platform, environ: Mapping[str, str], *, node: Nod
     layers = [(name, text) for name, text in masks if text is not None]
     if not layers:
         node = node if node is not None else discover_node(platform)
-        return [str(device.index) for device in node.devices]
+        return list(_indices(node))
     if any(text in ("", HIDE_ALL) for _, text in layers):
         return []
     entries: tuple[str, ...] | None = None
@@ -183,12 +183,17 @@ def _agreed_hip_text(environ: Mapping[str, str]) -> str | None:
     return deciding
 
 
+def _indices(node: Node) -> tuple[str, ...]:
+    """Return the numbers that may stand in a mask; MIG devices have names only."""
+    return tuple(str(device.index) for device in node.devices if not device.uuid.startswith("MIG-"))
+
+
 def _in_range(tokens: tuple[str, ...], node: Node | None, name: str) -> tuple[str, ...]:
     """Return the tokens, having checked them against the node where it is known."""
     if node is None:
         return tokens
-    known = {str(device.index) for device in node.devices} | {device.uuid for device in node.devices}
-    phantom = [token for token in tokens if token not in known]
+    indices, uuids = _indices(node), [device.uuid for device in node.devices]
+    phantom = [t for t in tokens if t not in indices and sum(uuid.startswith(t) for uuid in uuids) != 1]
     if phantom:
         raise MaskError(
             "a mask names devices that the node does not have",

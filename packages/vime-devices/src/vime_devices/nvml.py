@@ -78,9 +78,10 @@ def _read(library: Any) -> Node:
 
 
 def _mig(library: Any, gpu: ctypes.c_void_p, bdf: str, name: str) -> list[Device]:
-    most = ctypes.c_uint()
-    if library.nvmlDeviceGetMaxMigDeviceCount(gpu, ctypes.byref(most)) != 0:
+    current, pending, most = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
+    if library.nvmlDeviceGetMigMode(gpu, ctypes.byref(current), ctypes.byref(pending)) != 0 or not current.value:
         return []  # a GPU that knows no MIG answers "not supported"
+    _call(library, "nvmlDeviceGetMaxMigDeviceCount", gpu, ctypes.byref(most))
     found = []
     for place in range(most.value):
         handle = ctypes.c_void_p()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vime_devices import variables
+from vime_devices.errors import DeviceError, MaskError
 from vime_devices.platforms import Platform
 from vime_devices.resolve import resolve
 from vime_devices.topology import Device, Node, boot_id, discover_node
@@ -112,13 +113,25 @@ class Snapshot:
 
         Returns:
             The snapshot.
+
+        Raises:
+            DeviceError: It is no snapshot, or one of another version.
         """
-        fields = {key: value for key, value in data.items() if key != "snapshot_version"}
-        for key in ("devices", "node_devices"):
-            fields[key] = tuple(SeenDevice(**item) for item in fields[key])
-        for key in ("own", "disagreements", "node_notes", "archs"):
-            fields[key] = tuple(fields[key])
-        return cls(**fields)
+        try:
+            fields = dict(data)
+            version = fields.pop("snapshot_version")
+            for key in ("devices", "node_devices"):
+                fields[key] = tuple(SeenDevice(**item) for item in fields[key])
+            for key in ("own", "disagreements", "node_notes", "archs"):
+                fields[key] = tuple(fields[key])
+            snapshot = cls(**fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DeviceError(
+                "not a snapshot", seen=f"{type(error).__name__}: {error}", expected="the output of `snapshot`"
+            ) from error
+        if version != VERSION:
+            raise DeviceError("a snapshot of another version", seen=repr(version), expected=repr(VERSION))
+        return snapshot
 
     @property
     def ipc_mode(self) -> str:
@@ -158,10 +171,17 @@ def take_snapshot(
     Raises:
         TopologyError: The node's devices cannot be listed.
         PlatformError: The CPU platform has no devices to see.
+        MaskError: ``own`` holds an ordinal that the process does not have.
     """
     environ = dict(os.environ) if environ is None else dict(environ)
     node = discover_node(platform, root) if node is None else node
     resolution = resolve(environ, node)
+    count = len(resolution.runtime)
+    own = tuple(range(count)) if own is None else tuple(own)
+    if not all(0 <= ordinal < count for ordinal in own):
+        raise MaskError(
+            "own ordinals that the process does not have", where=name, seen=str(own), expected=f"below {count}"
+        )
     torch = sys.modules.get("torch")
     return Snapshot(
         name=name,
@@ -169,7 +189,7 @@ def take_snapshot(
         boot_id=boot_id(root),
         pid=os.getpid(),
         devices=_seen(resolution.runtime),
-        own=tuple(own) if own is not None else tuple(range(len(resolution.runtime))),
+        own=own,
         node_devices=_seen(node.devices),
         environ=_published(environ),
         started_environ=_published(_started_environ(root)),

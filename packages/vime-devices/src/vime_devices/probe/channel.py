@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import subprocess
@@ -52,10 +53,8 @@ class Channel:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """End the child: by closing its input, then by force."""
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, with something unread
             self._stdin.close()
-        except BrokenPipeError:  # it has ended already, with something unread
-            self._process.kill()
         try:
             self._process.wait(GRACE_S if error is None else 0)
         except subprocess.TimeoutExpired:

@@ -108,14 +108,14 @@ class ProbeOptions:
         jobs: How many importers run at once.
         start_s: Seconds for a worker to start.
         open_s: Seconds for one export or open.
-        worker: The command of a worker; ``export`` or ``import`` is added.
+        worker: The command of a worker, to which ``export`` or ``import`` is added; empty for this package's own.
     """
 
     masks: Sequence[str] = ()
     jobs: int = 4
     start_s: float = START_S
     open_s: float = OPEN_S
-    worker: Sequence[str] = WORKER
+    worker: Sequence[str] = ()
 
 
 def default_masks(count: int) -> tuple[str, ...]:
@@ -142,7 +142,7 @@ def run_probe(platform: Platform, environ: Mapping[str, str], options: ProbeOpti
         MaskError: A mask that is no device list, or names a device the exporter does not have.
     """
     options = options if options is not None else ProbeOptions()
-    with Channel([*options.worker, "export"], environ, "exporter") as channel:
+    with Channel([*(options.worker or WORKER), "export"], environ, "exporter") as channel:
         try:
             ready = channel.receive(options.start_s)
         except TimeoutError as error:
@@ -191,7 +191,7 @@ class _Run:
         environ = with_mask(self.platform, self.environ, variable)
         name = f"importer under mask {variable}"
         try:
-            with Channel([*self.options.worker, "import"], environ, name) as importer:
+            with Channel([*(self.options.worker or WORKER), "import"], environ, name) as importer:
                 ready = importer.receive(self.options.start_s)
                 if ready["event"] != "ready":
                     return Case(mask, variable, exported, arm, Outcome.REFUSED, "", ready["text"])
