@@ -25,7 +25,7 @@ def ask_torch(monkeypatch, hip_build, **environ):
     return torch.cuda._parse_visible_devices()
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400)
 @given(rocr=TEXTS, hip=TEXTS, cuda=TEXTS, hip_build=st.booleans())
 def test_same_list_as_torch(rocr, hip, cuda, hip_build):
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -45,7 +45,7 @@ def test_same_list_as_torch(rocr, hip, cuda, hip_build):
 SERIALS = ["e044801689257fb4", "a1b2c3d4e5f60718", "e0ffffffffffffff"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200)
 @given(hip=TEXTS.filter(lambda text: text is None or not ({"+", "-", "²"} & set(text.split(",")))))
 def test_same_count_as_torch_on_hip(hip):
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -57,7 +57,7 @@ def test_same_count_as_torch_on_hip(hip):
     assert len(ours) == theirs, HINT
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cuda=TEXTS.filter(lambda text: text is None or not ({"+", "-", "²"} & set(text.split(",")))))
 def test_same_count_as_torch_on_cuda(cuda):
     uuids = [f"GPU-{serial}" for serial in SERIALS]
