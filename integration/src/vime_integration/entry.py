@@ -25,6 +25,7 @@ from vime_integration.colocated import Colocated
 from vime_integration.fleet import Fleet
 from vime_integration.placement import place_colocated
 from vime_integration.plot import plot_reward
+from vime_integration.preflight import check_before_start
 from vime_integration.resume import check_same_run
 from vime_integration.run_folder import RunFolder
 
@@ -92,6 +93,7 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
     Raises:
         VimeError: The run failed; what was saved before is valid.
     """
+    check_before_start(config)
     folder = RunFolder(resume or config.pipeline.run_dir)
     bundle, moved = _open(folder, config, resume)
     log_to_file(folder.logs / "driver.log")

@@ -75,7 +75,7 @@ def fetch(reference: Any, *, name: str, doing: str, deadline_s: float = 60.0) ->
         return ray.get(reference, timeout=deadline_s)
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else error
-        cause.add_note(f"raised in {name} while it was asked to {doing}:\n{error.traceback_str}")
+        cause.add_note(f"raised in {name} while it was asked to {doing}:\n{error}")
         raise cause from None
     except RayActorError as error:
         raise PipelineError(

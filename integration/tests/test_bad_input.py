@@ -1,0 +1,153 @@
+"""Bad input gets a clear error before anything expensive starts, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from integration_support import POLICY
+from typer.testing import CliRunner
+from vime_grpo.cli import app
+
+CONFIG = """
+[model]
+path = "{model}"
+[data]
+kind = "jsonl"
+path = "{data}"
+label_key = "label"
+[rollout]
+batch_size = 2
+samples_per_prompt = 2
+max_response_tokens = 8
+max_context_tokens = {context}
+[engine]
+dtype = "float32"
+enforce_eager = true
+kv_cache_gib = 0.25
+start_deadline_s = 60.0
+[reward]
+name = "exact_match"
+[algorithm]
+[trainer]
+dtype = "float32"
+[sync]
+[pipeline]
+steps = 1
+run_dir = "run"
+[checkpoint]
+[tracking]
+console = "plain"
+"""
+
+
+class Case:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data = folder / "data.jsonl"
+        self.data.write_text('{"prompt": "1 + 1", "label": "2"}\n{"prompt": "2 + 2", "label": "4"}\n')
+
+    def run(self, *arguments: str, model: Path = POLICY, context: int = 64) -> tuple[int, str]:
+        path = self.folder / "run.toml"
+        path.write_text(CONFIG.format(model=model, data=self.data, context=context))
+        result = CliRunner(env={"COLUMNS": "400", "TERM": "dumb"}).invoke(app, ["train", str(path), *arguments])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, result.output
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def test_missing_model_folder(case: Case) -> None:
+    code, text = case.run(model=case.folder / "nowhere")
+    assert code in (2, 4)
+    assert "nowhere" in text
+    assert not (case.folder / "run").exists()
+
+
+def test_unsupported_model_says_what_is_supported(case: Case) -> None:
+    model = case.folder / "model"
+    shutil.copytree(POLICY, model)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, "architectures": ["MambaForCausalLM"]}))
+    code, text = case.run(model=model)
+    assert code == 4
+    assert "MambaForCausalLM" in text
+    assert "Qwen3ForCausalLM" in text
+    assert not (case.folder / "run").exists()
+
+
+def test_broken_line_is_named_with_its_file(case: Case) -> None:
+    case.data.write_text('{"prompt": "1 + 1", "label": "2"}\n{"prompt": "2 + 2", "lab\n')
+    began = time.monotonic()
+    code, text = case.run()
+    assert code == 4
+    assert str(case.data) in text
+    assert "line 2" in text
+    assert time.monotonic() - began < 20, "it is found before anything expensive starts"
+
+
+def test_empty_data_set(case: Case) -> None:
+    case.data.write_text("")
+    code, text = case.run()
+    assert code == 4
+    assert "empty" in text
+
+
+@pytest.mark.slow
+def test_prompt_longer_than_the_context_is_named(case: Case) -> None:
+    case.data.write_text(json.dumps({"prompt": "1 + " * 200 + "1", "label": "201"}) + "\n")
+    code, text = case.run()
+    assert code == 4
+    assert "longer than the context" in text
+    assert "data.jsonl" in text
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_engine_that_cannot_start_shows_the_end_of_its_log(case: Case) -> None:
+    code, text = case.run("--set", 'engine.extra_args=["--no-such-argument"]')
+    assert code == 4
+    assert "engine-0" in text
+    assert "no-such-argument" in text
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "empty"])
+def test_resume_folder_that_is_none(case: Case, kind: str) -> None:
+    folder = case.folder / "earlier"
+    if kind == "file":
+        folder.write_text("not a folder")
+    elif kind == "empty":
+        folder.mkdir()
+    code, text = case.run("--resume", str(folder))
+    assert code in (2, 4)
+    assert "not a run folder" in text
+    assert "earlier" in text
+
+
+def test_resume_with_another_configuration_lists_what_differs(case: Case) -> None:
+    assert case.run("--dry-run")[0] == 0
+    run = case.folder / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    code, text = case.run("--dry-run")
+    (run / "config.toml").write_text(text)
+    code, text = case.run("--resume", str(run), "--set", "trainer.learning_rate=0.5", "--set", "pipeline.steps=7")
+    assert code == 4
+    assert "trainer.learning_rate" in text
+    assert "0.5 now" in text
+    assert "steps" not in text.split("seen")[1].split("expected")[0]
+
+
+def test_resume_before_the_first_checkpoint(case: Case) -> None:
+    run = case.folder / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.toml").write_text(case.run("--dry-run")[1])
+    code, text = case.run("--resume", str(run))
+    assert code == 4
+    assert "before its first save" in text
