@@ -39,6 +39,7 @@ check: $(SYNC)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/hadolint $(wildcard docker/Dockerfile.*)
 	$(BIN)/shellcheck $(wildcard tools/*.sh tools/*/*.sh docker/*.sh)
+	$(BIN)/zizmor --offline --quiet .github/workflows
 
 test: check
 	$(BIN)/coverage erase
