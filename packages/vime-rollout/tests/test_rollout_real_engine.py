@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -12,9 +13,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+import pytest_asyncio
 from vime_rollout import (
     CpuOptions,
     DataConfig,
@@ -322,3 +325,12 @@ def test_nothing_is_left_when_the_owner_is_killed(tiny_model, tmp_path):
     parent.wait(10)
     _, alive = psutil.wait_procs(tree, timeout=20)
     assert alive == []
+
+
+def test_the_example_of_the_readme_runs(tiny_model, tmp_path):
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "example.py").write_text(example.replace("path/to/model", str(tiny_model)))
+    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "rollout/raw_reward" in done.stdout

@@ -25,7 +25,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
 from vime_rollout.errors import SampleError
@@ -337,11 +336,6 @@ class SampleGroup:
         """Rebuild what ``to_dict`` returned, checking it again."""
         samples = tuple(Sample.from_dict(s) for s in values["samples"])
         return cls(prompt=Prompt.from_dict(values["prompt"]), samples=samples)
-
-
-def frozen(values: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return a read-only view of a copy of ``values``."""
-    return MappingProxyType(dict(values or {}))
 
 
 def full_length(sample: Sample, values: Sequence[float], *, prompt_value: float = 0.0) -> tuple[float, ...]:
