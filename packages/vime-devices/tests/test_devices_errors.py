@@ -1,6 +1,8 @@
 """Errors: one family, five fields, one readable paragraph, and alive after a trip through pickle."""
 
+import ast
 import pickle
+from pathlib import Path
 
 import pytest
 import vime_devices
@@ -29,6 +31,21 @@ def test_one_small_hierarchy(name):
     assert issubclass(kind, DeviceError) or kind is VimeError
     assert kind.__doc__
     assert issubclass(FakeHipError, DeviceError)
+
+
+def raised_errors():
+    """Every construction of one of our errors in the package, with the keywords it is given."""
+    names = {name for name in vime_devices.__all__ if name.endswith("Error")}
+    for path in sorted(Path(vime_devices.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+                yield f"{path.name}:{node.lineno}", {keyword.arg for keyword in node.keywords}
+
+
+def test_every_error_says_what_was_seen_where_what_was_expected_and_what_to_do():
+    found = dict(raised_errors())
+    assert len(found) > 20
+    assert {place: FIELDS.keys() - given for place, given in found.items() if not given >= FIELDS.keys()} == {}
 
 
 def test_the_door_is_complete_and_sorted():

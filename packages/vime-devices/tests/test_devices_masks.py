@@ -54,7 +54,7 @@ def test_an_offset_past_the_node_is_an_error_and_never_a_phantom_index():
     for offset, count in ((3, 2), (4, 1), (-1, 1), (0, -1)):
         with pytest.raises(MaskError, match="run past the node") as caught:
             devices_at(node, offset, count)
-        assert "2,3,6,7" in caught.value.seen
+        assert "2,3,6,7" in caught.value.where
     with pytest.raises(MaskError, match="the node does not have") as caught:
         engine_mask(Platform.HIP, ["8"], range(8))
     assert (caught.value.seen, caught.value.where) == ("8", "node devices 0,1,2,3,4,5,6,7")

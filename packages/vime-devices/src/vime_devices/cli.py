@@ -87,6 +87,7 @@ def _platform(options: argparse.Namespace) -> Platform:
     if platform is Platform.CPU:
         raise PlatformError(
             "no AMD or NVIDIA device is offered to this process",
+            where="this host",
             seen="neither /dev/kfd with a GPU node nor /dev/nvidia<N>",
             expected="a GPU host, or --platform with --gpus or --kfd-root to reason about another",
             fix="pass the devices to the container, or load the driver",
@@ -97,7 +98,13 @@ def _platform(options: argparse.Namespace) -> Platform:
 def _node(options: argparse.Namespace) -> Node:
     if options.kfd_root is not None:
         if options.platform == "cuda":
-            raise PlatformError("a KFD tree belongs to HIP", seen="--platform cuda --kfd-root", expected="one of them")
+            raise PlatformError(
+                "a KFD tree belongs to HIP",
+                where="command line",
+                seen="--platform cuda --kfd-root",
+                expected="one of them",
+                fix="drop --platform",
+            )
         return read_kfd(options.kfd_root, boot_id=boot_id())
     platform = _platform(options)
     return discover_node(platform) if options.gpus is None else synthetic_node(platform, options.gpus)
@@ -179,7 +186,13 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DeviceError("a snapshot cannot be read", where=str(path), seen=str(error), expected="JSON") from error
+        raise DeviceError(
+            "a snapshot cannot be read",
+            where=str(path),
+            seen=str(error),
+            expected="JSON",
+            fix="write it with `vime-devices snapshot`",
+        ) from error
 
 
 def _json(data: dict[str, Any]) -> None:

@@ -176,6 +176,7 @@ def _agreed_hip_text(environ: Mapping[str, str]) -> str | None:
     if hip and cuda and hip != cuda:
         raise VisibilityError(
             "HIP and CUDA masks differ on ROCm",
+            where="environment",
             seen=f"{variables.HIP}={hip!r}, {variables.CUDA}={cuda!r}",
             expected="equal texts (HIP ignores the CUDA one, vLLM raises, other frameworks read either)",
             fix=f"set {variables.CUDA} to {hip!r} or unset it",

@@ -111,7 +111,13 @@ def normalise_bdf(text: str) -> str:
     """
     match = _BDF.fullmatch(text.strip().lower())
     if match is None:
-        raise IdentityError("not a PCI address", seen=repr(text), expected="domain:bus:device.function, hexadecimal")
+        raise IdentityError(
+            "not a PCI address",
+            where="normalise_bdf",
+            seen=repr(text),
+            expected="domain:bus:device.function, hexadecimal",
+            fix="take it from `lspci -D`, or from a device's `bdf`",
+        )
     domain, bus, device, function = match.groups()
     return f"{int(domain or '0', 16):04x}:{bus}:{device}.{function}"
 
@@ -229,6 +235,7 @@ def assign(claims: Sequence[Claim], boot_id: str) -> tuple[list[DeviceId], list[
     if clash is not None:
         raise IdentityError(
             "devices that cannot be told apart",
+            where=f"boot {boot_id}",
             seen=f"{result.count(clash)} devices with the id {clash}",
             expected="a unique id or an address per device",
             fix="update the driver; partitions with one address and no ids cannot be addressed safely",

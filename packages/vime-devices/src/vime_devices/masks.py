@@ -100,7 +100,9 @@ def parse_devices(platform: Platform, text: str) -> tuple[str, ...]:
             continue
         first, last = int(match.group(1)), int(match.group(2))
         if last < first:
-            raise MaskError("a range runs backwards", seen=item, expected="FIRST-LAST", fix=f"write {last}-{first}")
+            raise MaskError(
+                "a range runs backwards", where=text, seen=item, expected="FIRST-LAST", fix=f"write {last}-{first}"
+            )
         entries += [str(index) for index in range(first, last + 1)]
     return check_entries(platform, entries)
 
@@ -122,7 +124,8 @@ def devices_at(node: Sequence[str | int], offset: int, count: int) -> tuple[str,
     if offset < 0 or count < 0 or offset + count > len(node):
         raise MaskError(
             "an engine's devices run past the node",
-            seen=f"offset {offset} with {count} devices on a node of {len(node)}: {','.join(map(str, node))}",
+            where=f"node of {len(node)} devices: {','.join(map(str, node))}",
+            seen=f"offset {offset} with {count} devices",
             expected=f"offset + count <= {len(node)}",
             fix="count the offset within one node, from its real device list",
         )
@@ -145,7 +148,13 @@ def engine_mask(platform: Platform, own: Sequence[str | int], node: Sequence[str
         PlatformError: The platform has no masks.
     """
     if platform is Platform.CPU:
-        raise PlatformError("masks do not exist on the CPU platform", expected="hip or cuda")
+        raise PlatformError(
+            "masks do not exist on the CPU platform",
+            where="engine_mask",
+            seen="Platform.CPU",
+            expected="hip or cuda",
+            fix="use child_environment, which leaves a CPU process's environment as it is",
+        )
     own_tokens = check_entries(platform, own, where="own devices")
     node_tokens = check_entries(platform, node, where="node devices")
     strangers = [token for token in own_tokens if token not in node_tokens]

@@ -121,6 +121,7 @@ def _load() -> Any:
             continue
     raise TopologyError(
         "NVML is not installed",
+        where="this host",
         seen=f"none of {', '.join(LIBRARIES)}",
         expected="the NVIDIA driver's library",
         fix="run on a host with the NVIDIA driver; in a container use the NVIDIA runtime",

@@ -69,7 +69,13 @@ def resolve(environ: Mapping[str, str], node: Node, *, rocm: tuple[int, int] | N
         PlatformError: The node belongs to the CPU platform, which has no masks.
     """
     if node.platform is Platform.CPU:
-        raise PlatformError("nothing to resolve on the CPU platform", expected="a node of AMD or NVIDIA devices")
+        raise PlatformError(
+            "nothing to resolve on the CPU platform",
+            where="resolve",
+            seen="a node of the CPU platform",
+            expected="a node of AMD or NVIDIA devices",
+            fix="pass read_kfd(...), discover_node(Platform.HIP) or discover_node(Platform.CUDA)",
+        )
     layers = _hip_layers(environ, node, rocm) if node.platform is Platform.HIP else _cuda_layers(environ, node)
     runtime = list(node.devices)
     for layer in layers:

@@ -169,7 +169,11 @@ def _properties(text: str, path: Path) -> dict[str, int]:
         name, _, value = line.partition(" ")
         if not value.strip().isdecimal():
             raise TopologyError(
-                "a malformed KFD property", where=str(path / "properties"), seen=repr(line), expected="'name number'"
+                "a malformed KFD property",
+                where=str(path / "properties"),
+                seen=repr(line),
+                expected="'name number'",
+                fix="check that this is a KFD topology; report the line if the driver wrote it",
             )
         result[name] = int(value)
     return result

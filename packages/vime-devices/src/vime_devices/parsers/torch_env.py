@@ -40,6 +40,7 @@ def torch_visible(
         if rocr is not None and hip is not None and len(hip.split(",")) > len(rocr.split(",")):
             raise VisibilityError(
                 "torch refuses the masks: the HIP list is longer than the ROCr list",
+                where="torch.cuda.device_count",
                 seen=f"HIP_VISIBLE_DEVICES={hip!r} with ROCR_VISIBLE_DEVICES={rocr!r}",
                 expected="HIP indices count within the ROCr list",
                 fix="set one of the two; HIP_VISIBLE_DEVICES is the one Ray and vLLM read",
@@ -117,6 +118,7 @@ def _leading_number(token: str) -> int:
     except ValueError as error:
         raise VisibilityError(
             "torch refuses the mask: a token is no number",
+            where="torch.cuda.device_count",
             seen=repr(token),
             expected="digits, with a sign at most before them",
             fix="write plain decimal ordinals, comma-separated, without spaces",

@@ -127,10 +127,20 @@ class Snapshot:
             snapshot = cls(**fields)
         except (KeyError, TypeError, ValueError) as error:
             raise DeviceError(
-                "not a snapshot", seen=f"{type(error).__name__}: {error}", expected="the output of `snapshot`"
+                "not a snapshot",
+                where="Snapshot.from_json",
+                seen=f"{type(error).__name__}: {error}",
+                expected="the fields of to_json",
+                fix="write it with `vime-devices snapshot` of this version",
             ) from error
         if version != VERSION:
-            raise DeviceError("a snapshot of another version", seen=repr(version), expected=repr(VERSION))
+            raise DeviceError(
+                "a snapshot of another version",
+                where="Snapshot.from_json",
+                seen=repr(version),
+                expected=repr(VERSION),
+                fix="run one version of vime-devices in every process",
+            )
         return snapshot
 
     @property
@@ -180,7 +190,11 @@ def take_snapshot(
     own = tuple(range(count)) if own is None else tuple(own)
     if not all(0 <= ordinal < count for ordinal in own):
         raise MaskError(
-            "own ordinals that the process does not have", where=name, seen=str(own), expected=f"below {count}"
+            "own ordinals that the process does not have",
+            where=name,
+            seen=str(own),
+            expected=f"below {count}",
+            fix="pass local indices under the process's mask, not physical ones",
         )
     torch = sys.modules.get("torch")
     return Snapshot(
@@ -201,14 +215,22 @@ def take_snapshot(
         kernel_driver=_kernel_driver(platform, root),
         torch_imported=torch is not None,
         runtime_count=torch.cuda.device_count() if torch is not None and torch.cuda.is_initialized() else -1,
-        namespaces={kind: _link(root / "proc/self/ns" / kind) for kind in ("net", "pid", "ipc")},
-        shm_device=_shm(root)[0],
-        shm_bytes=_shm(root)[1],
-        nofile=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        seccomp=_number(root / "proc/self/status", r"^Seccomp:\s*(\d+)"),
-        ptrace_scope=_number(root / "proc/sys/kernel/yama/ptrace_scope", r"^(\d+)"),
+        **_container(root),
     )
+
+
+def _container(root: Path) -> dict[str, Any]:
+    """Read what a container was given: namespaces, shared memory, limits, and what may trace what."""
+    shm_device, shm_bytes = _shm(root)
+    return {
+        "namespaces": {kind: _link(root / "proc/self/ns" / kind) for kind in ("net", "pid", "ipc")},
+        "shm_device": shm_device,
+        "shm_bytes": shm_bytes,
+        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "seccomp": _number(root / "proc/self/status", r"^Seccomp:\s*(\d+)"),
+        "ptrace_scope": _number(root / "proc/sys/kernel/yama/ptrace_scope", r"^(\d+)"),
+    }
 
 
 def _seen(devices: Sequence[Device]) -> tuple[SeenDevice, ...]:

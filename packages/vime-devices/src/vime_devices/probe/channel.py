@@ -101,10 +101,16 @@ class Channel:
             raise self._ended()
         try:
             message = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ProbeError("a probe process broke the protocol", where=self.name, seen=repr(line[:200])) from error
+        except json.JSONDecodeError:
+            message = None
         if not isinstance(message, dict):
-            raise ProbeError("a probe process broke the protocol", where=self.name, seen=repr(line[:200]))
+            raise ProbeError(
+                "a probe process broke the protocol",
+                where=self.name,
+                seen=repr(line[:200]),
+                expected="one JSON object a line",
+                fix="run the worker by hand (python -m vime_devices.probe.worker import) to see who prints",
+            )
         return message
 
     def _ended(self) -> ProbeError:
@@ -115,7 +121,11 @@ class Channel:
         self._threads[1].join(GRACE_S)
         last = next((line for line in reversed(self._errors) if line.strip()), "nothing on stderr").strip()
         return ProbeError(
-            "a probe process ended early", where=self.name, seen=f"exit status {status}: {last}", expected="an answer"
+            "a probe process ended early",
+            where=self.name,
+            seen=f"exit status {status}: {last}",
+            expected="an answer",
+            fix="run the worker by hand (python -m vime_devices.probe.worker import) under the same mask",
         )
 
     def _keep_lines(self) -> None:

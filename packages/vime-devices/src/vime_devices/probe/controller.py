@@ -146,7 +146,13 @@ def run_probe(platform: Platform, environ: Mapping[str, str], options: ProbeOpti
         try:
             ready = channel.receive(options.start_s)
         except TimeoutError as error:
-            raise ProbeError("the exporter did not start", seen=str(error), expected="torch and a device") from error
+            raise ProbeError(
+                "the exporter did not start",
+                where="exporter",
+                seen=str(error),
+                expected="torch imported and the devices initialised in that time",
+                fix="look for a hung driver (`rocm-smi`, `nvidia-smi`), or allow more time",
+            ) from error
         if ready["event"] != "ready" or not ready["devices"]:
             raise ProbeError(
                 "no device to probe",
