@@ -133,7 +133,7 @@ class Rollout:
         if len({p.group_id for p in prompts}) != len(prompts):
             raise RolloutError("a prompt is there twice", seen=str([p.group_id for p in prompts])[:200])
         slots = asyncio.Semaphore(self.config.concurrency)
-        tasks = {asyncio.create_task(self._group(p, version, slots), name=p.group_id) for p in prompts}
+        tasks = {asyncio.create_task(self.group(p, version=version, slots=slots), name=p.group_id) for p in prompts}
         pending = tasks
         try:
             while pending:
@@ -145,7 +145,20 @@ class Rollout:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _group(self, prompt: Prompt, version: int | None, slots: asyncio.Semaphore) -> SampleGroup:
+    async def group(
+        self, prompt: Prompt, *, version: int | None = None, slots: asyncio.Semaphore | None = None
+    ) -> SampleGroup:
+        """Return the scored group of one prompt.
+
+        Args:
+            prompt: The prompt.
+            version: As for ``run``.
+            slots: Shared bound on samples in work; ``None`` makes one of the configured size.
+
+        Raises:
+            RolloutError: The first error of any sample, with a note that names it.
+        """
+        slots = slots or asyncio.Semaphore(self.config.concurrency)
         prompt = self.encoder.encode(prompt)
         count = self.config.samples_per_prompt
         tasks = [asyncio.create_task(self._sample(prompt, index, version, slots)) for index in range(count)]

@@ -24,6 +24,7 @@ from vime_rollout.errors import EngineBusyError, EngineRequestError, EngineRespo
 _T = TypeVar("_T")
 _FIRST_PAUSE_S = 0.2
 _CONNECT_S = 10.0
+_KEEPALIVE_S = 2.0
 _PASSING_STATUS = frozenset({408, 425, 429})
 
 
@@ -69,7 +70,8 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         if self._http is None or self._loop is not loop:
             # One connection more than slots: control calls must not wait behind generations.
-            limits = httpx.Limits(max_connections=self._max_concurrency + 8, max_keepalive_connections=64)
+            # vLLM closes a connection that was idle for 5 s: give it up well before, or a call meets the closing.
+            limits = httpx.Limits(max_connections=self._max_concurrency + 8, keepalive_expiry=_KEEPALIVE_S)
             timeout = httpx.Timeout(None, connect=_CONNECT_S)  # the deadline is set around the whole call
             self._http = httpx.AsyncClient(base_url=self.url, limits=limits, timeout=timeout, trust_env=False)
             self._slots = asyncio.Semaphore(self._max_concurrency)

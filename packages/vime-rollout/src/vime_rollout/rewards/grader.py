@@ -7,6 +7,7 @@ payload scores 0 with that reason. Time spent waiting for a free worker is not c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import select
@@ -69,8 +70,10 @@ class WorkerReward:
             self._closed = True
             workers, self._live = self._live, set()
         for worker in workers:
-            worker.kill()
+            worker.end()
         self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in workers:  # only now: a thread may have been reading from its pipe
+            worker.release()
 
     def _ask(self, payload: Mapping[str, Any]) -> Score:
         worker = self._worker()
@@ -94,7 +97,8 @@ class WorkerReward:
         worker = _Worker(self._grader)
         with self._lock:
             if self._closed:
-                worker.kill()
+                worker.end()
+                worker.release()
                 raise RewardError("reward is closed", where=f"reward {self.name}")
             self._live.add(worker)
         self._local.worker = worker
@@ -108,7 +112,8 @@ class WorkerReward:
         return worker
 
     def _discard(self, worker: _Worker) -> None:
-        worker.kill()
+        worker.end()
+        worker.release()
         self._local.worker = None
         with self._lock:
             self._live.discard(worker)
@@ -164,9 +169,12 @@ class _Worker:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
-    def kill(self) -> None:
+    def end(self) -> None:
         self._process.kill()
         self._process.wait(_GRACE_S)
+
+    def release(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(BrokenPipeError):  # what the dead worker did not read is of no use
+                    stream.close()
