@@ -1,43 +1,218 @@
 """Executing a plan: every slice copied once, and digested as it landed.
 
-On a CPU each slice is one `copy_`. The digest is taken from the destination after the copy, so that it speaks of the
-bytes that the engine will serve; only a slice that was converted to another dtype is digested at its source.
+Two ways, chosen when the program is made and reported with every sync:
+
+* ``triton``: all slices that are made of whole 64-bit words move in one kernel, digested on the way
+  (`vime_sync.kernels`). The rest (odd sizes, converted dtypes) takes the plain path after it.
+* ``torch``: one `copy_` a slice. The digest is taken from the destination after the copy, so that it speaks of the
+  bytes that the engine will serve; only a slice that was converted to another dtype is digested at its source.
+
+A program resolves addresses once, so it is built once a connection and holds for as long as nothing moves (which the
+receiver checks before each use).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from vime_sync.digest import Digest, DigestMode, digest_box
-from vime_sync.plan import Copy, Plan
+from vime_sync.digest import Digest, DigestMode, digest_box, seed_of
+from vime_sync.errors import TransactionError
+from vime_sync.layout import Box, Shape
+from vime_sync.plan import Plan
+from vime_sync.segments import Placed, Segment, segments_of
+from vime_sync.source import WeightSource
 from vime_sync.transports import BufferKey
+
+if TYPE_CHECKING:
+    from vime_sync.kernels import SegmentTable, Tuning
+
+Copier = Literal["triton", "torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One slice, bound to memory.
+
+    Attributes:
+        source: Where it is read.
+        target: Where it is written (the source itself if it is only digested); same shape.
+        box: Which elements of the checkpoint tensor.
+        full: The checkpoint tensor's shape.
+        name: The checkpoint tensor's name.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    box: Box
+    full: Shape
+    name: str
+
+
+def choose_copier(asked: str, device: torch.device) -> Copier:
+    """Decide how slices are moved.
+
+    Args:
+        asked: ``"auto"`` (Triton on a GPU where it is installed, otherwise torch), ``"triton"`` or ``"torch"``.
+        device: Where the copies run.
+
+    Returns:
+        The choice.
+
+    Raises:
+        TransactionError: If the name is unknown, or Triton was asked for and is not there.
+    """
+    present = importlib.util.find_spec("triton") is not None
+    if asked == "auto":
+        return "triton" if present and device.type == "cuda" else "torch"
+    if asked == "torch":
+        return "torch"
+    if asked != "triton" or not present:
+        raise TransactionError(
+            "unknown copier" if asked != "triton" else "Triton is not installed",
+            seen=repr(asked),
+            expected="auto, triton, torch",
+        )
+    return "triton"
+
+
+class Mover:
+    """Moves or digests a fixed list of slices."""
+
+    def __init__(
+        self, items: Iterable[Item], device: torch.device, copier: Copier, *, tuning: Tuning | None = None
+    ) -> None:
+        """Bind.
+
+        Args:
+            items: The slices; their memory must outlive the mover.
+            device: Where the copies run (peers' memory may be read from it).
+            copier: See `choose_copier`.
+            tuning: How the kernel cuts tiles, if not by its defaults.
+        """
+        self._items, self._device, self.copier = list(items), device, copier
+        self._tables: list[tuple[SegmentTable, list[int]]] = []
+        self._plain = list(range(len(self._items)))
+        if copier == "triton":
+            self._tables, self._plain = _tabulate(self._items, device, tuning)
+
+    @property
+    def plain(self) -> int:
+        """How many slices take the plain path."""
+        return len(self._plain)
+
+    def prepare(self, digest: DigestMode, *, write: bool = True) -> None:
+        """Compile what `run` will need, so that no pause waits for a compiler."""
+        with self._on_device():
+            for table, _ in self._tables:
+                table.compile(write=write, digest=digest)
+
+    def run(self, *, digest: DigestMode, phase: int, write: bool = True) -> list[Digest]:
+        """Move everything; returns when the last byte has landed.
+
+        Args:
+            digest: How much to digest.
+            phase: The sampling phase.
+            write: False only digests.
+
+        Returns:
+            One digest an item; empty when `digest` is off.
+        """
+        with torch.no_grad(), self._on_device():
+            moved = [(table.move(write=write, digest=digest, phase=phase), owner) for table, owner in self._tables]
+            plain = [self._one(self._items[index], digest, phase, write=write) for index in self._plain]
+            if digest == "off":
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                return []
+            owners = [index for _, owner in moved for index in owner] + self._plain
+            parts = [sums for sums, _ in moved] + ([torch.stack(plain)] if plain else [])
+            values = torch.cat(parts).tolist() if parts else []
+        totals = [Digest()] * len(self._items)
+        for index, pair in zip(owners, values, strict=True):
+            totals[index] += Digest.from_pair(pair)
+        return totals
+
+    def _one(self, item: Item, digest: DigestMode, phase: int, *, write: bool) -> torch.Tensor:
+        if write:
+            item.target.copy_(item.source)
+        landed = item.target if item.target.dtype == item.source.dtype else item.source
+        return digest_box(landed, item.box, item.full, item.name, mode=digest, phase=phase)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+
+
+def _tabulate(
+    items: Sequence[Item], device: torch.device, tuning: Tuning | None
+) -> tuple[list[tuple[SegmentTable, list[int]]], list[int]]:
+    """Put the items that are whole words into one table of dense and one of strided segments."""
+    from vime_sync.kernels import SegmentTable, Tuning
+
+    kinds: dict[bool, list[tuple[int, Segment]]] = {False: [], True: []}
+    plain = []
+    for index, item in enumerate(items):
+        found = None
+        if item.source.dtype == item.target.dtype:
+            sides = [Placed(t.data_ptr(), tuple(t.stride())) for t in (item.source, item.target)]
+            found = segments_of(sides[0], sides[1], item.box, item.full, item.source.element_size())
+        if found is None:
+            plain.append(index)
+            continue
+        for segment in found:
+            kinds[segment.rows > 1].append((index, segment))
+    tables = []
+    for kind in kinds.values():
+        if kind:
+            segments = [segment for _, segment in kind]
+            seeds = [seed_of(items[index].name) for index, _ in kind]
+            table = SegmentTable(segments, seeds, device, tuning=tuning or Tuning())
+            tables.append((table, [index for index, _ in kind]))
+    return tables, plain
 
 
 class CopyProgram:
     """A plan bound to memory: source buffers on one side, live tensors (or their shadows) on the other."""
 
-    def __init__(self, plan: Plan, buffers: Mapping[BufferKey, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        buffers: Mapping[BufferKey, torch.Tensor],
+        into: Mapping[str, torch.Tensor],
+        *,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
+        copier: Copier = "torch",
+    ) -> None:
         """Resolve every copy to a pair of views.
 
         Args:
             plan: What goes where.
             buffers: Flat source buffers by (rank, buffer).
             into: Destination tensors by live name.
+            device: Where the copies run.
+            copier: See `choose_copier`.
         """
         self.plan = plan
         self._into = {name: tensor.detach() for name, tensor in into.items()}
-        self._pairs = [
-            (
+        items = [
+            Item(
                 buffers[(c.source.rank, c.source.buffer)].as_strided(c.source.shape, c.source.strides, c.source.offset),
                 _within(self._into[c.live], c.view.shape, c.view.strides, c.view.offset),
+                c.box,
+                c.full,
+                c.tensor,
             )
             for c in plan.copies
         ]
+        self.mover = Mover(items, device, copier)
 
     def run(self, *, digest: DigestMode, phase: int) -> list[Digest]:
-        """Copy everything.
+        """Copy everything; returns when the last byte has landed.
 
         Args:
             digest: How much to digest.
@@ -50,19 +225,48 @@ class CopyProgram:
             for fill in self.plan.fills:
                 view = fill.live_view
                 _within(self._into[fill.live], view.shape, view.strides, view.offset).fill_(fill.value)
-            for source, target in self._pairs:
-                target.copy_(source)
-            if digest == "off":
-                return []
-            return [
-                Digest.from_tensor(self._digest(copy, source, target, digest, phase))
-                for copy, (source, target) in zip(self.plan.copies, self._pairs, strict=True)
-            ]
+        return self.mover.run(digest=digest, phase=phase)
 
-    @staticmethod
-    def _digest(copy: Copy, source: torch.Tensor, target: torch.Tensor, mode: DigestMode, phase: int) -> torch.Tensor:
-        landed = target if target.dtype == copy.dtype else source
-        return digest_box(landed, copy.box, copy.full, copy.tensor, mode=mode, phase=phase)
+
+class SourceDigester:
+    """Digests what a trainer rank holds, piece by piece in the order of its manifest."""
+
+    def __init__(self, source: WeightSource, copier: str = "auto") -> None:
+        """Bind to the source's buffers, which keep their storage.
+
+        Args:
+            source: What the rank holds.
+            copier: See `choose_copier`.
+        """
+        by_device: dict[torch.device, list[tuple[int, Item]]] = {}
+        pieces = [(tensor, piece) for tensor in source.tensors for piece in tensor.pieces]
+        for index, (tensor, piece) in enumerate(pieces):
+            view = source.view(piece.region)
+            item = Item(view, view, piece.box, tensor.shape, tensor.name)
+            by_device.setdefault(view.device, []).append((index, item))
+        self._count = len(pieces)
+        self._movers = [
+            ([index for index, _ in found], Mover([item for _, item in found], device, choose_copier(copier, device)))
+            for device, found in by_device.items()
+        ]
+
+    def run(self, mode: DigestMode, phase: int) -> list[Digest]:
+        """Digest.
+
+        Args:
+            mode: How much.
+            phase: The sampling phase.
+
+        Returns:
+            One digest a piece; empty when `mode` is off.
+        """
+        if mode == "off":
+            return []
+        result = [Digest()] * self._count
+        for places, mover in self._movers:
+            for place, digest in zip(places, mover.run(digest=mode, phase=phase, write=False), strict=True):
+                result[place] = digest
+        return result
 
 
 def _within(base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:

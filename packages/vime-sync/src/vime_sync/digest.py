@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,7 +88,12 @@ class Digest:
     @classmethod
     def from_tensor(cls, sums_2: torch.Tensor) -> Digest:
         """Read a device-side pair of int64 sums."""
-        first, second = sums_2.tolist()
+        return cls.from_pair(sums_2.tolist())
+
+    @classmethod
+    def from_pair(cls, pair: Sequence[int]) -> Digest:
+        """Read a pair of signed sums."""
+        first, second = pair
         return cls(first & MASK, second & MASK)
 
 

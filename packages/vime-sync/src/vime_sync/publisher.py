@@ -6,7 +6,8 @@ import secrets
 from types import TracebackType
 
 from vime_sync.control import ControlBlock, segment_name, sweep
-from vime_sync.digest import Digest, DigestMode, digest_box
+from vime_sync.copying import SourceDigester
+from vime_sync.digest import DigestMode
 from vime_sync.errors import VersionConflictError
 from vime_sync.manifest import Manifest, describe
 from vime_sync.process import identity
@@ -42,6 +43,7 @@ class Publisher:
         sweep()
         self._exporter = make_exporter(transport, source)
         self._control = ControlBlock(segment_name(), sum(len(tensor.pieces) for tensor in source.tensors), create=True)
+        self._digester = SourceDigester(source)
         self._identity = secrets.token_hex(8)
 
     def manifest(self) -> Manifest:
@@ -75,21 +77,8 @@ class Publisher:
             )
         self._control.begin()
         self._exporter.flush()
-        self._control.finish(version, self.digest, version, self._digests(version))
+        self._control.finish(version, self.digest, version, self._digester.run(self.digest, version))
         self.version = version
-
-    def _digests(self, phase: int) -> list[Digest]:
-        if self.digest == "off":
-            return []
-        return [
-            Digest.from_tensor(
-                digest_box(
-                    self.source.view(piece.region), piece.box, tensor.shape, tensor.name, mode=self.digest, phase=phase
-                )
-            )
-            for tensor in self.source.tensors
-            for piece in tensor.pieces
-        ]
 
     def close(self) -> None:
         """Stop publishing; engines refuse further updates from this publisher, and keep the version they serve."""

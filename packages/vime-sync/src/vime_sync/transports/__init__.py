@@ -45,8 +45,8 @@ class Importer(Protocol):
         """Release the mappings."""
 
 
-EXPORTERS = {"shm": ("vime_sync.transports.shm", "ShmExporter")}
-IMPORTERS = {"shm": ("vime_sync.transports.shm", "ShmImporter")}
+EXPORTERS = {"shm": ("vime_sync.transports.shm", "ShmExporter"), "ipc": ("vime_sync.transports.ipc", "IpcExporter")}
+IMPORTERS = {"shm": ("vime_sync.transports.shm", "ShmImporter"), "ipc": ("vime_sync.transports.ipc", "IpcImporter")}
 
 
 def _lookup(table: Mapping[str, tuple[str, str]], name: str) -> Any:

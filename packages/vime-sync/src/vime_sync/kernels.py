@@ -1,0 +1,195 @@
+"""One Triton kernel that moves a whole plan and digests it on the way.
+
+A model is a few hundred segments (see `vime_sync.segments`), from a norm of a few kilobytes to an embedding of a
+gigabyte. A launch for each would leave the device idle between them, so one launch moves them all: segments are cut
+into tiles of equal size, a program is one tile, and it finds its segment by a binary search in a table that stays on
+the device (some ten kilobytes, built once a connection). The digest costs two multiply-adds and a mix for each word
+that is in a register anyway.
+
+Sums meet in two 64-bit atomic additions a tile. Addition modulo 2**64 is associative, so their order does not matter
+and the digest is the one that `vime_sync.digest` defines, bit for bit.
+
+Runs on NVIDIA and (unconfirmed on hardware) AMD devices, and on a CPU in Triton's interpreter, which the tests use.
+
+Shape legend: ``_w`` a vector over the words of a block; table columns are [segments].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vime_sync.digest import GOLDEN, MIX, DigestMode, signed
+from vime_sync.segments import Segment
+
+_GOLDEN = tl.constexpr(GOLDEN)
+_MIX = tl.constexpr(MIX)
+_COLUMNS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How a tile is cut.
+
+    Attributes:
+        block: Words that a program moves at once; a power of two.
+        blocks: How many times in a row.
+        warps: Warps a program.
+    """
+
+    block: int = 2048
+    blocks: int = 4
+    warps: int = 8
+
+    @property
+    def tile(self) -> int:
+        """Words of a tile."""
+        return self.block * self.blocks
+
+
+@triton.jit(do_not_specialize=["count", "phase"])  # type: ignore[untyped-decorator]
+def _move(  # type: ignore[no-untyped-def]
+    table,  # noqa: ANN001 (Triton compiles annotations; these are run-time arguments)
+    sums,  # noqa: ANN001
+    count,  # noqa: ANN001
+    phase,  # noqa: ANN001
+    STEPS: tl.constexpr,  # noqa: N803 (Triton's convention for compile-time constants)
+    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCKS: tl.constexpr,  # noqa: N803
+    COPY: tl.constexpr,  # noqa: N803
+    DIGEST: tl.constexpr,  # noqa: N803
+    SAMPLED: tl.constexpr,  # noqa: N803
+    STRIDED: tl.constexpr,  # noqa: N803
+    WIDE: tl.constexpr,  # noqa: N803
+) -> None:
+    tile = tl.program_id(0).to(tl.int64)
+    low = 0
+    high = count
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        ahead = tl.load(table + middle) <= tile
+        low = tl.where(ahead, middle, low)
+        high = tl.where(ahead, high, middle)
+    row = table + low
+    begin = (tile - tl.load(row)) * (BLOCK * BLOCKS)
+    source = tl.load(row + count).to(tl.pointer_type(tl.uint64))
+    target = tl.load(row + 2 * count).to(tl.pointer_type(tl.uint64))
+    words = tl.load(row + 3 * count)
+    first_word = tl.load(row + 4 * count)
+    seed = tl.load(row + 5 * count).to(tl.uint64)
+    if WIDE:
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+        words = tl.multiple_of(words, 2)
+    if STRIDED:
+        row_words = tl.load(row + 6 * count)
+        source_stride = tl.load(row + 7 * count)
+        target_stride = tl.load(row + 8 * count)
+        word_stride = tl.load(row + 9 * count)
+    first_w = tl.zeros((BLOCK,), tl.uint64)
+    second_w = tl.zeros((BLOCK,), tl.uint64)
+    for block in range(BLOCKS):
+        index_w = begin + block * BLOCK + tl.arange(0, BLOCK)
+        inside_w = index_w < words
+        if STRIDED:
+            at_w = index_w // row_words
+            column_w = index_w - at_w * row_words
+            value_w = tl.load(source + at_w * source_stride + column_w, mask=inside_w, other=0)
+            if COPY:
+                tl.store(target + at_w * target_stride + column_w, value_w, mask=inside_w)
+            word_w = first_word + at_w * word_stride + column_w
+        else:
+            value_w = tl.load(source + index_w, mask=inside_w, other=0)
+            if COPY:
+                tl.store(target + index_w, value_w, mask=inside_w)
+            word_w = first_word + index_w
+        if DIGEST:
+            z_w = (word_w + 1).to(tl.uint64) * _GOLDEN + seed
+            z_w = (z_w ^ (z_w >> 30)) * _MIX
+            z_w = z_w ^ (z_w >> 27)
+            if SAMPLED:
+                kept_w = (((word_w >> 10) + phase) & 15) == 0
+                value_w = tl.where(kept_w, value_w, 0)
+            first_w += value_w * (z_w | 1)
+            second_w += ((value_w << 32) | (value_w >> 32)) * (((z_w << 32) | (z_w >> 32)) | 1)
+    if DIGEST:
+        tl.atomic_add(sums + 2 * low, tl.sum(first_w, 0).to(tl.int64), sem="relaxed")
+        tl.atomic_add(sums + 2 * low + 1, tl.sum(second_w, 0).to(tl.int64), sem="relaxed")
+
+
+class SegmentTable:
+    """Segments of one kind (dense or strided), on the device, ready to be moved any number of times."""
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        seeds: Sequence[int],
+        device: torch.device,
+        *,
+        tuning: Tuning = Tuning(),  # noqa: B008 (immutable)
+    ) -> None:
+        """Write the table.
+
+        Args:
+            segments: What to move; the memory must outlive the table.
+            seeds: The digest seed of each segment's checkpoint tensor.
+            device: Where the kernel runs.
+            tuning: How tiles are cut.
+        """
+        self.count, self._tuning, self._device = len(segments), tuning, device
+        self._strided = any(s.rows > 1 for s in segments)
+        self._wide = all(s.wide for s in segments)
+        columns: list[list[int]] = [[] for _ in range(_COLUMNS)]
+        tiles = 0
+        for segment, seed in zip(segments, seeds, strict=True):
+            words = segment.rows * segment.row_words
+            values = (tiles, segment.source, segment.target, words, segment.word, signed(seed), segment.row_words)
+            strides = (segment.source_stride // 8, segment.target_stride // 8, segment.word_stride)
+            for column, value in zip(columns, (*values, *strides), strict=True):
+                column.append(value)
+            tiles += -(-words // tuning.tile)
+        self.tiles = tiles
+        self._table = torch.tensor(columns, dtype=torch.int64).to(device)
+        self._sums = torch.zeros(self.count, 2, dtype=torch.int64, device=device)
+
+    def move(self, *, write: bool, digest: DigestMode, phase: int = 0) -> torch.Tensor:
+        """Queue the kernel.
+
+        Args:
+            write: Copy; otherwise only read (and digest).
+            digest: How much to digest.
+            phase: The sampling phase.
+
+        Returns:
+            int64 [segments, 2]: the digest of each segment, valid until the next call.
+        """
+        self._sums.zero_()
+        self._launch(self.tiles, write=write, digest=digest, phase=phase)
+        return self._sums
+
+    def compile(self, *, write: bool, digest: DigestMode) -> None:
+        """Compile the variant that `move` would use, without running it: an engine must not wait for it in a pause."""
+        self._launch(0, write=write, digest=digest, phase=0)
+
+    def _launch(self, tiles: int, *, write: bool, digest: DigestMode, phase: int) -> None:
+        launch: Any = _move[(tiles,)]
+        launch(
+            self._table,
+            self._sums,
+            self.count,
+            phase,
+            STEPS=max(1, self.count).bit_length() + 1,
+            BLOCK=self._tuning.block,
+            BLOCKS=self._tuning.blocks,
+            COPY=write,
+            DIGEST=digest != "off",
+            SAMPLED=digest == "sampled",
+            STRIDED=self._strided,
+            WIDE=self._wide,
+            num_warps=self._tuning.warps,
+        )
