@@ -153,6 +153,23 @@ def test_a_healthy_doctors_text_without_findings():
     assert findings_text([]) == "No findings."
 
 
+def test_a_reader_that_leaves_early():
+    command = [sys.executable, "-m", "vime_devices.cli", "explain", "--platform", "hip", "--gpus", "64"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child.stdout.close()
+    assert child.wait(60) == 2
+    assert child.stderr.read() == b""
+    child.stderr.close()
+
+
+def test_a_reader_that_leaves_early_in_this_process(monkeypatch):
+    moved = []
+    monkeypatch.setattr("builtins.print", lambda *_, **__: (_ for _ in ()).throw(BrokenPipeError()))
+    monkeypatch.setattr("os.dup2", lambda *fds: moved.append(fds[1]))
+    assert cli.main(["mask", "--platform", "hip", "--own", "0", "--node", "0"]) == 2
+    assert moved == [1]
+
+
 def test_as_a_command():
     done = subprocess.run(
         [sys.executable, "-m", "vime_devices.cli", "mask", "--platform", "hip", "--own", "1", "--node", "0,1"],

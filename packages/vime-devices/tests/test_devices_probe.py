@@ -65,6 +65,7 @@ def test_masks_count_among_the_exporters_devices():
 def test_default_masks():
     assert default_masks(1) == ("0", "uuid:0")
     assert default_masks(2) == ("0", "1", "0,1", "1,0", "uuid:0", "uuid:1", "uuid:0,1", "uuid:1,0")
+    assert default_masks(8)[:3] == ("0", "3", "7")
     assert "3,0,1,2,4,5,6,7" in default_masks(8)
     result = run_probe(Platform.CUDA, environ(NVIDIA[:1], CUDA_VISIBLE_DEVICES="0"), ProbeOptions(**FAST))
     assert {case.mask for case in result.cases} == {"0", "uuid:0"}

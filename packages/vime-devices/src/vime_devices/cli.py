@@ -32,9 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
     except DeviceError as error:
         print(f"vime-devices: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader (`head`) has left: nothing more can be said, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 2
 
 

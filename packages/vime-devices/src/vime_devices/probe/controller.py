@@ -119,10 +119,18 @@ class ProbeOptions:
 
 
 def default_masks(count: int) -> tuple[str, ...]:
-    """Return the masks to try on ``count`` devices: each alone, all in order, and each first; then the same by UUID."""
-    alone = [str(index) for index in range(count)]
-    first = [",".join([alone[i], *(alone[:i] + alone[i + 1 :])]) for i in range(count)] if count > 1 else []
-    masks = alone + first
+    """Return the masks to try: each device alone, each first and the others after it, then the same by UUID.
+
+    Args:
+        count: How many devices the exporter has; of more than four, three stand for all.
+
+    Returns:
+        The masks, as ``ProbeOptions.masks`` takes them.
+    """
+    names = [str(index) for index in range(count)]
+    chosen = names if count <= 4 else [names[0], names[3], names[-1]]
+    first = [",".join([name, *(other for other in names if other != name)]) for name in chosen] if count > 1 else []
+    masks = chosen + first
     return (*masks, *(f"uuid:{mask}" for mask in masks))
 
 
