@@ -32,15 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        status = int(options.run(options))
-        sys.stdout.flush()
-        return status
+        return _answer(options)
     except DeviceError as error:
         print(f"vime-devices: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader (`head`) has left: nothing more can be said, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 2
+
+
+def _answer(options: argparse.Namespace) -> int:
+    status = int(options.run(options))
+    sys.stdout.flush()  # here, where a reader that has left is noticed quietly
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

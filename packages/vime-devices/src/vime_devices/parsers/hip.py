@@ -2,7 +2,7 @@
 
 Source: the device initialisation of ROCm/clr, read at ROCm 6.3; not confirmed on hardware. The HIP variable wins; an
 empty variable counts as unset. A token must be spelled as ``std::to_string`` would print it (``01``, ``+1`` and a
-space all end the list). A repeated index is skipped. A token that contains ``GPU-`` picks the first agent whose id
+space all end the list). A repeated index is skipped. A token that contains ``GPU-`` picks the first device whose id
 contains the token, case-sensitively: a bare ``GPU-`` picks device 0, and nothing is reported as ambiguous. UUIDs are
 understood from ROCm 6.2 on. Positions count in the list that ROCr hands up.
 """
@@ -36,7 +36,7 @@ def read_hip(text: str | None, uuids: Sequence[str], *, rocm: tuple[int, int] = 
 
     Args:
         text: The variable that HIP reads (``hip_source``), or None; empty is the same as None.
-        uuids: The agents that ROCr hands up, in order.
+        uuids: The devices that ROCr hands up, in order.
         rocm: The release, as (major, minor).
 
     Returns:

@@ -2,7 +2,7 @@
 
 Source: the visible-device filter of ROCR-Runtime, read at ROCm 6.3; not confirmed on hardware. Tokens are trimmed. A
 token that starts with ``G`` is a UUID prefix of 5 to 20 characters, compared without case; it must name exactly one
-agent, and ``GPU-XX`` (no id) names none. Any other token goes through ``strtol`` with base 0. The first token that
+device, and ``GPU-XX`` (no id) names none. Any other token goes through ``strtol`` with base 0. The first token that
 names nothing, or a device named before, ends the list; what came earlier is kept. An empty token is read out of bounds.
 """
 
@@ -22,7 +22,7 @@ def read_rocr(text: str | None, uuids: Sequence[str]) -> Reading:
 
     Args:
         text: The variable, or None where it is unset.
-        uuids: The agents of the node in ROCr's order, each as ``GPU-<16 hex>`` or ``GPU-XX``.
+        uuids: The devices of the node in ROCr's order, each as ``GPU-<16 hex>`` or ``GPU-XX``.
 
     Returns:
         Positions in ``uuids``. Not ``defined`` for empty tokens (an out-of-range access) and trailing garbage.
