@@ -119,6 +119,20 @@ def test_attributes_of_modules_that_move_are_needs() -> None:
     ]
 
 
+def test_modules_named_by_text_are_needs() -> None:
+    source = """
+        '''vllm.in.a.docstring of some words'''
+        WINDOW = (("vllm.plugins", "load_endpoint_plugins"), ("vllm.a.b", "Class.method"))
+        GROUP = "vllm.general_plugins"
+        class Config:
+            module: str = "vllm.entrypoints.openai.api_server"
+    """
+    assert needs(source) == [
+        [["vllm.a.b", "vllm.a.b.Class.method", "vllm.plugins.load_endpoint_plugins"]],
+        [["vllm.entrypoints.openai.api_server"]],
+    ]
+
+
 def test_packages_are_read_from_their_folders(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "__init__.py").write_text("import ray\n")

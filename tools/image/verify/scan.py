@@ -7,13 +7,15 @@
   alternative, and one that goes on without an import makes the attempt optional.
 
 Of vLLM and Megatron, whose modules move between releases, attributes of imported modules are needs as well:
-``import megatron.core.parallel_state as mpu; mpu.get_rank()`` needs ``get_rank``.
+``import megatron.core.parallel_state as mpu; mpu.get_rank()`` needs ``get_rank``. So are modules named by text:
+``"vllm.entrypoints.openai.api_server"`` is started with ``-m``, ``("vllm.plugins", "load")`` is a declared window.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +25,9 @@ from pathlib import Path
 
 OURS = "vime"
 DEEP_ROOTS = frozenset({"vllm", "megatron"})
+_MODULE_TEXT = re.compile(rf"({'|'.join(sorted(DEEP_ROOTS))})(\.[a-z_][a-z0-9_]*)+")
+# Two parts may be another kind of name: "vllm.general_plugins" is an entry point group.
+_DEEP_MODULE_TEXT = re.compile(rf"({'|'.join(sorted(DEEP_ROOTS))})(\.[a-z_][a-z0-9_]*){{2,}}")
 _CAUGHT = frozenset({"ImportError", "ModuleNotFoundError", "AttributeError", "Exception"})
 
 
@@ -178,6 +183,8 @@ class _Scan:
                 yield symbol
             elif isinstance(inner, ast.Call) and (module := _imported_by_text(inner)):
                 yield Symbol(module)
+            else:
+                yield from _named_by_text(inner)
 
     def _attribute(self, node: ast.Attribute) -> Symbol | None:
         names: list[str] = []
@@ -215,6 +222,17 @@ def _catches_import(handler: ast.ExceptHandler) -> bool:
         return True
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     return any(isinstance(kind, ast.Name) and kind.id in _CAUGHT for kind in kinds)
+
+
+def _named_by_text(node: ast.AST) -> Iterator[Symbol]:
+    """Yield what is named by a text: a module to be run with ``-m``, or a pair of module and name."""
+    if isinstance(node, ast.Tuple) and len(node.elts) == 2:
+        module, name = (element.value if isinstance(element, ast.Constant) else None for element in node.elts)
+        if isinstance(module, str) and isinstance(name, str) and _MODULE_TEXT.fullmatch(module):
+            yield Symbol(module, name)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _DEEP_MODULE_TEXT.fullmatch(node.value):
+        parent, _, last = node.value.rpartition(".")
+        yield Symbol(parent, last)
 
 
 def _imported_by_text(node: ast.Call) -> str:
