@@ -13,7 +13,9 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
-from vime_sync import engine_arguments, engine_environment
+from vime_sync import Publisher, SyncSession, WeightSource, engine_arguments, engine_environment
+
+sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside the tests: sync_*.py
 
 VOCABULARY = 64
 DENSE = {
@@ -228,3 +230,58 @@ def serve(tmp_path_factory):
     yield start
     for server in servers:
         server.stop()
+
+
+@pytest.fixture
+def engines():
+    """A function that starts a fake engine (see `sync_fake_engine`); all are stopped after the test."""
+    from sync_fake_engine import FakeEngine
+
+    started = []
+
+    def start(**options):
+        started.append(FakeEngine(**options))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.stop()
+
+
+class Trainer:
+    """Weights in this process, a publisher of them, and sessions to engines."""
+
+    def __init__(self, tensors, transport="shm", digest="full", **options):
+        self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.publisher = Publisher(WeightSource.from_tensors(self.tensors), transport, digest=digest, **options)
+        self.sessions = []
+
+    def load(self, tensors):
+        """Overwrite the weights in place, as an optimiser does."""
+        for name, tensor in tensors.items():
+            self.tensors[name].copy_(tensor)
+
+    def session(self, *engines, deadline_s=20.0, manifest=None, **options):
+        urls = [engine.url for engine in engines]
+        manifest = manifest or self.publisher.manifest()
+        self.sessions.append(SyncSession(urls, manifest, deadline_s=deadline_s, **options))
+        return self.sessions[-1]
+
+    def close(self):
+        for session in self.sessions:
+            session.close()
+        self.publisher.close()
+
+
+@pytest.fixture
+def trainers():
+    """A function that makes a `Trainer`; all are closed after the test."""
+    made = []
+
+    def make(tensors, *arguments, **options):
+        made.append(Trainer(tensors, *arguments, **options))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()

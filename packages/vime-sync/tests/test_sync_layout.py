@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from vime_sync.digest import Digest, digest_box, digest_tensor
 from vime_sync.errors import ManifestError
 from vime_sync.layout import Box, boxes_of, whole
@@ -52,7 +51,10 @@ def test_a_transposed_view_is_refused():
 
 @settings(max_examples=100, deadline=None)
 @given(
-    shape=shapes, seed=st.integers(0, 9), cut=st.integers(0, 100), dtype=st.sampled_from(["bfloat16", "float32", "int64"])
+    shape=shapes,
+    seed=st.integers(0, 9),
+    cut=st.integers(0, 100),
+    dtype=st.sampled_from(["bfloat16", "float32", "int64"]),
 )
 def test_digest_adds_up_over_any_cut(shape, seed, cut, dtype):
     generator = torch.Generator().manual_seed(seed)
@@ -150,7 +152,9 @@ def test_a_hole_an_overlap_and_a_double_rank_are_named():
             publisher.close()
 
 
-@pytest.mark.parametrize("broken", [None, [], {"format": 9}, {"format": 1, "transport": "shm", "sources": [3], "tensors": []}])
+@pytest.mark.parametrize(
+    "broken", [None, [], {"format": 9}, {"format": 1, "transport": "shm", "sources": [3], "tensors": []}]
+)
 def test_garbage_is_a_manifest_error(broken):
     with pytest.raises(ManifestError):
         check_manifest(broken)

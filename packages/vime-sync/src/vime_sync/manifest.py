@@ -141,6 +141,10 @@ def _check_envelope(manifest: Any) -> None:
         if not isinstance(source, dict) or not isinstance(source.get("buffers"), dict):
             raise ManifestError("malformed manifest", where="sources", seen=str(source)[:80])
         _natural(source.get("rank"), "sources: rank")
+        control = source.get("control")
+        if not isinstance(control, dict) or not isinstance(control.get("segment"), str):
+            raise ManifestError("malformed manifest", where="sources: control", seen=repr(control)[:80])
+        _natural(control.get("pieces"), "sources: control: pieces")
 
 
 def _natural(value: Any, where: str) -> int:

@@ -45,4 +45,5 @@ def is_dead(record: Any) -> bool:
     """
     if not isinstance(record, dict) or record.get("namespace") != namespace():
         return False
-    return start_time(int(record.get("pid", 0))) != record.get("start")
+    pid = record.get("pid")
+    return isinstance(pid, int) and start_time(pid) != record.get("start")

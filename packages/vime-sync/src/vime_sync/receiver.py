@@ -12,11 +12,15 @@ States::
 Modes of a commit, chosen at `connect` and reported:
 
 * ``shadow``: `stage` fills a second copy of the parameters, from memory that is allocated for the update and freed
-after
-  it, and verifies the bytes that landed; `commit` copies it into the live parameters. Whatever fails before the commit,
-  the live bytes were not touched.
+  after it, and verifies the bytes that landed; `commit` copies it into the live parameters. Whatever fails before the
+  commit, the live bytes were not touched.
+* ``undo``: `stage` saves the live bytes in host memory; `commit` copies from the trainer's memory straight into live
+  memory, and a failure in mid-copy puts the saved bytes back.
 * ``direct``: `stage` only checks that the source is whole and at rest; `commit` copies from the trainer's memory
   straight into live memory. One pass, no extra memory. A failure in mid-copy leaves the worker torn.
+
+An engine of several workers has written a version when all of them have: each waits, torn, for ``confirm``, and
+``rollback`` takes back what can be taken back. So a worker that dies between two others leaves no engine that serves.
 
 Live storage never moves: parameters are written in place, so captured graphs stay valid. Each commit first checks that
 every live tensor still has the address that the plan was made for.
@@ -26,18 +30,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from vime_sync.agree import Share
 from vime_sync.control import ControlBlock
-from vime_sync.copying import CopyProgram
+from vime_sync.copying import Copier, CopyProgram, choose_copier
 from vime_sync.digest import Digest
 from vime_sync.errors import (
     AlreadyStartedError,
+    AsleepError,
     DigestError,
     NotStartedError,
     PlanError,
@@ -45,39 +50,20 @@ from vime_sync.errors import (
     SyncError,
     TornEngineError,
     TransactionError,
-    UnplannableError,
     VersionConflictError,
     to_wire,
 )
 from vime_sync.manifest import check_manifest
-from vime_sync.plan import LiveTensor, Plan, build_plan
+from vime_sync.messages import integer, text
+from vime_sync.model import Model, plan_model
+from vime_sync.plan import Plan
 from vime_sync.process import is_dead
-from vime_sync.record import record_loaders
 from vime_sync.transports import BufferKey, Importer, make_importer
 
 logger = logging.getLogger(__name__)
 
-Mode = Literal["shadow", "direct"]
-
-
-class Model(Protocol):
-    """What a receiver needs of an engine's model; the vLLM plugin and the test engine each have one."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-    def live(self) -> Mapping[str, torch.Tensor]:
-        """Live parameters and buffers by name; tied ones may appear under each name."""
-
-    def required(self) -> set[str]:
-        """Names that a checkpoint must fill (the parameters)."""
-
-    def obstacles(self) -> Mapping[str, str]:
-        """Live tensors that post-processing changed after they were loaded, each with the reason."""
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """The model's own loaders."""
+Mode = Literal["shadow", "undo", "direct"]
+MODES: tuple[Mode, ...] = ("shadow", "undo", "direct")
 
 
 @dataclass
@@ -92,7 +78,9 @@ class _Connection:
     addresses: Mapping[str, int]
     pieces: Mapping[str, list[tuple[int, int]]]
     share: Share
-    filled: bool = False
+    copier: Copier
+    program: CopyProgram | None = None
+    undo: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -100,7 +88,9 @@ class _Staged:
     version: int
     sequences: Mapping[int, int]
     shadow: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    seconds: float = 0.0
+    undo: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    clean: bool = True
+    digest: str = ""
 
 
 class Receiver:
@@ -114,6 +104,7 @@ class Receiver:
         self.torn: str = ""
         self._link: _Connection | None = None
         self._staged: _Staged | None = None
+        self._written: _Staged | None = None
         self._operations: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "state": lambda _: {},
             "connect": self._connect,
@@ -121,7 +112,8 @@ class Receiver:
             "stage": self._stage,
             "commit": self._commit,
             "abort": self._abort,
-            "tear": self._tear,
+            "confirm": self._confirm,
+            "rollback": self._rollback,
             "disconnect": self._disconnect,
         }
 
@@ -168,7 +160,7 @@ class Receiver:
     # -- connect ------------------------------------------------------------------------------------------------------
 
     def _connect(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        session = _text(message, "session")
+        session = text(message, "session")
         self._check_owner(session, takeover=bool(message.get("takeover")))
         if self._staged is not None:
             self._drop_staged()
@@ -176,7 +168,7 @@ class Receiver:
         tensors = check_manifest(manifest)
         assert isinstance(manifest, dict)
         started = time.perf_counter()
-        plan = self._plan(tensors, cast=bool(message.get("cast")))
+        plan = plan_model(self.model, tensors, cast=bool(message.get("cast")))
         needed = {(copy.source.rank, copy.source.buffer) for copy in plan.copies}
         importer = make_importer(manifest["transport"], manifest["sources"], needed, self.model.device)
         buffers = importer.open()
@@ -187,6 +179,8 @@ class Receiver:
             for source in manifest["sources"]
         }
         live = self.model.live()
+        if self._link is not None:
+            self._link.importer.close()
         self._link = _Connection(
             session=session,
             owner=message.get("owner"),
@@ -198,46 +192,36 @@ class Receiver:
             addresses={name: live[name].data_ptr() for name in plan.live_names},
             pieces={t.name: [(p.region.rank, p.index) for p in t.pieces] for t in tensors},
             share=Share.alone(plan),
+            copier=choose_copier(str(message.get("copier", "auto")), self.model.device),
         )
+        self._bind(self._link, manifest)
         reply: dict[str, Any] = {
             "plan": plan.summary(),
             "mode": self._link.mode,
+            "copier": self._link.copier,
             "seconds": time.perf_counter() - started,
         }
         if self.model.world_size > 1:
             reply["slices"] = [[c.tensor, list(c.box.start), list(c.box.shape), list(c.full)] for c in plan.copies]
         return reply
 
-    def _plan(self, tensors: Any, *, cast: bool) -> Plan:
+    def _bind(self, link: _Connection, manifest: Mapping[str, Any]) -> None:
+        """Resolve the copies into live memory once, and compile what they need now rather than in a pause."""
+        if link.mode == "shadow":
+            return
         live = self.model.live()
-        first: dict[int, str] = {}
-        for name, tensor in live.items():
-            if tensor.numel():
-                first.setdefault(tensor.data_ptr(), name)
-        own = {name: live[name] for name in first.values()}
-        recording = record_loaders(self.model.load_weights, own, tensors)
-        required, obstacles = self.model.required(), self.model.obstacles()
-        entries = {
-            name: LiveTensor(tuple(t.shape), tuple(t.stride()), t.dtype, name in required, obstacles.get(name, ""))
-            for name, t in own.items()
-        }
-        plan = build_plan(tensors, recording, entries, cast=cast)
-        if missing := {**plan.reload, **{n: r for n, r in obstacles.items() if n not in own}}:
-            name, reason = next(iter(missing.items()))
-            raise UnplannableError(
-                f"{len(missing)} live tensors cannot be copied into",
-                where=f"{name} and others" if len(missing) > 1 else name,
-                seen=reason,
-                fix="serve an unquantised model with engine_arguments()",
-            )
-        return plan
+        into = {name: live[name].data for name in link.plan.live_names}
+        link.program = CopyProgram(link.plan, link.buffers, into, device=self.model.device, copier=link.copier)
+        for mode in {str(source.get("digest", "full")) for source in manifest["sources"]}:
+            link.program.mover.prepare("off" if mode == "off" else "sampled" if mode == "sampled" else "full")
 
     def _choose_mode(self, asked: str) -> Mode:
         if asked == "auto":
             return "shadow" if self.model.device.type == "cpu" else "direct"
-        if asked == "shadow" or asked == "direct":
-            return "shadow" if asked == "shadow" else "direct"
-        raise TransactionError("unknown mode", seen=repr(asked), expected="auto, shadow, direct")
+        for mode in MODES:
+            if asked == mode:
+                return mode
+        raise TransactionError("unknown mode", seen=repr(asked), expected=f"auto, {', '.join(MODES)}")
 
     def _check_owner(self, session: str, *, takeover: bool) -> None:
         link = self._link
@@ -275,14 +259,14 @@ class Receiver:
             raise NotStartedError(
                 "no trainer is connected", where=f"engine worker {self.model.rank}", fix="call SyncSession.connect()"
             )
-        if _text(message, "session") != self._link.session:
-            self._check_owner(_text(message, "session"), takeover=False)
+        if text(message, "session") != self._link.session:
+            self._check_owner(text(message, "session"), takeover=False)
             raise NotStartedError("this session is not connected", seen=str(message.get("session")))
         return self._link
 
     def _stage(self, message: Mapping[str, Any]) -> dict[str, Any]:
         link = self._owned(message)
-        version, base = _integer(message, "version"), _integer(message, "base")
+        version, base = integer(message, "version"), integer(message, "base")
         if self._staged is not None:
             raise AlreadyStartedError(
                 "an update is already open",
@@ -301,6 +285,7 @@ class Receiver:
         sequences = {
             rank: control.check(version, where=f"trainer rank {rank}") for rank, control in link.controls.items()
         }
+        self._check_awake()
         self._check_addresses(link)
         link.importer.fetch(version)
         staged = _Staged(version, sequences)
@@ -309,19 +294,37 @@ class Receiver:
             live = self.model.live()
             staged.shadow = {name: torch.empty_like(live[name]) for name in link.plan.live_names}
             reply |= self._transfer(link, staged, staged.shadow)
+        elif link.mode == "undo":
+            staged.undo = self._keep(link)
         self._staged = staged
         return {**reply, "seconds": time.perf_counter() - started}
+
+    def _keep(self, link: _Connection) -> dict[str, torch.Tensor]:
+        """The live bytes, in host memory that is allocated once and used for every update."""
+        live = self.model.live()
+        for name in link.plan.live_names:
+            now = live[name].data
+            kept = link.undo.get(name)
+            if kept is None:
+                kept = torch.empty(now.shape, dtype=now.dtype, pin_memory=self.model.device.type == "cuda")
+                link.undo[name] = kept
+            kept.copy_(now)
+        return link.undo
 
     def _transfer(self, link: _Connection, staged: _Staged, into: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Copy the plan's slices, and compare what landed with what was published."""
         modes = {rank: control.digests() for rank, control in link.controls.items()}
         mode, phase = next((m, p) for m, p, _ in modes.values()) if modes else ("off", 0)
-        program = CopyProgram(link.plan, link.buffers, into)
+        program = link.program or CopyProgram(
+            link.plan, link.buffers, into, device=self.model.device, copier=link.copier
+        )
+        started = time.perf_counter()
         sums = program.run(digest=mode, phase=phase)
+        copied = time.perf_counter() - started
         for rank, control in link.controls.items():
             control.recheck(staged.sequences[rank], where=f"trainer rank {rank}")
         if mode == "off":
-            return {"digest_mode": mode}
+            return {"digest_mode": mode, "copy_seconds": copied}
         published = {rank: digests for rank, (_, _, digests) in modes.items()}
         expected = {
             name: sum((published[rank][index] for rank, index in link.pieces[name]), Digest())
@@ -332,6 +335,7 @@ class Receiver:
         total = sum(link.share.sums(link.plan, sums).values(), Digest())
         return {
             "digest_mode": mode,
+            "copy_seconds": copied,
             "sum": str(total),
             "expected": str(sum(expected.values(), Digest())),
         }
@@ -348,7 +352,7 @@ class Receiver:
 
     def _commit(self, message: Mapping[str, Any]) -> dict[str, Any]:
         link = self._owned(message)
-        version, staged = _integer(message, "version"), self._staged
+        version, staged = integer(message, "version"), self._staged
         if staged is None and self.version == version:
             return {"seconds": 0.0, "repeated": True}  # a commit may be asked again when its answer was lost
         if staged is None or staged.version != version:
@@ -359,41 +363,100 @@ class Receiver:
                 expected="nothing" if staged is None else str(staged.version),
             )
         started = time.perf_counter()
+        self._check_awake()
         self._check_addresses(link)
-        reply: dict[str, Any] = {}
-        live = self.model.live()
+        staged.clean = not self.torn
+        self._staged, self._written = None, staged
         self.torn = f"interrupted while version {version} was being written"
         try:
-            with torch.no_grad():
-                if link.mode == "shadow":
-                    for name, values in staged.shadow.items():
-                        live[name].data.copy_(values)
-                else:
-                    reply = self._transfer(link, staged, {name: live[name].data for name in link.plan.live_names})
-                _synchronize(self.model.device)
+            reply = self._write(link, staged)
         except Exception as error:
-            self.torn = f"version {version} failed while it was being written: {error}"
-            self._drop_staged()
-            raise TornEngineError(
-                "live weights are a mix of versions",
-                where=f"engine worker {self.model.rank}",
-                seen=str(error),
-                fix="send a whole newer version",
-            ) from error
-        self.torn = ""
-        self.version, self._staged = version, None
-        self.digest = str(message.get("digest", ""))
+            raise self._failed(staged, error) from error
+        staged.digest = str(message.get("digest") or reply.get("sum", ""))
+        if link.share.local:
+            self._confirmed(staged)
+        else:
+            self.torn = f"version {version} is written here and waits for the engine's other workers"
         return {**reply, "seconds": time.perf_counter() - started}
+
+    def _write(self, link: _Connection, staged: _Staged) -> dict[str, Any]:
+        live, reply = self.model.live(), {}
+        with torch.no_grad():
+            if link.mode == "shadow":
+                for name, values in staged.shadow.items():
+                    live[name].data.copy_(values)
+            else:
+                reply = self._transfer(link, staged, {name: live[name].data for name in link.plan.live_names})
+            _synchronize(self.model.device)
+        return reply
+
+    def _failed(self, staged: _Staged, error: Exception) -> Exception:
+        """Writing failed: put the old bytes back if they were kept, else be torn; the error to raise."""
+        if staged.undo and staged.clean:
+            self._restore(staged)
+            return error
+        self._written = None
+        self.torn = f"version {staged.version} failed while it was being written: {error}"
+        return TornEngineError(
+            "live weights are a mix of versions",
+            where=f"engine worker {self.model.rank}",
+            seen=str(error),
+            fix="send a whole newer version",
+        )
+
+    def _restore(self, staged: _Staged) -> None:
+        live = self.model.live()
+        with torch.no_grad():
+            for name, values in staged.undo.items():
+                live[name].data.copy_(values)
+        _synchronize(self.model.device)
+        self.torn, self._written = "", None
+
+    def _confirmed(self, staged: _Staged) -> None:
+        self.version, self.digest, self.torn, self._written = staged.version, staged.digest, "", None
+
+    def _confirm(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """All workers wrote, and together they wrote what was published."""
+        self._owned(message)
+        version = integer(message, "version")
+        if self._written is None and self.version == version and not self.torn:
+            return {"repeated": True}
+        if self._written is None or self._written.version != version:
+            raise NotStartedError(
+                "this version is not written", where=f"engine worker {self.model.rank}", seen=str(version)
+            )
+        self._written.digest = str(message.get("digest", ""))
+        self._confirmed(self._written)
+        return {}
+
+    def _rollback(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Some worker did not write, or what they wrote together is wrong: back to the old version, or torn."""
+        self._owned(message)
+        version, written = integer(message, "version"), self._written
+        reason = str(message.get("reason", ""))
+        self._drop_staged()
+        if written is not None and written.undo and written.clean:
+            self._restore(written)
+        elif written is not None:
+            self._written = None
+            self.torn = f"version {version} is written here, but the engine as a whole could not take it: {reason}"
+        elif self.version == version:
+            self.torn = f"version {version} was committed here, but the engine could not publish it: {reason}"
+        return {}
+
+    def _check_awake(self) -> None:
+        if reason := self.model.asleep():
+            raise AsleepError(
+                "the engine's weights are not in memory",
+                where=f"engine worker {self.model.rank}",
+                seen=reason,
+                expected="an engine that is awake",
+                fix="POST /wake_up (or /wake_up?tags=weights) before the update",
+            )
 
     def _abort(self, message: Mapping[str, Any]) -> dict[str, Any]:
         self._owned(message)
         self._drop_staged()
-        return {}
-
-    def _tear(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The engine found, over all its workers, that what was written is wrong."""
-        self._owned(message)
-        self.torn = str(message.get("reason", "")) or "torn"
         return {}
 
     def _drop_staged(self) -> None:
@@ -414,17 +477,3 @@ def _compare(landed: Mapping[str, Digest], expected: Mapping[str, Digest]) -> No
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _text(message: Mapping[str, Any], key: str) -> str:
-    value = message.get(key)
-    if not isinstance(value, str) or not value:
-        raise TransactionError("malformed message", where=key, seen=repr(value)[:80], expected="a non-empty string")
-    return value
-
-
-def _integer(message: Mapping[str, Any], key: str) -> int:
-    value = message.get(key)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TransactionError("malformed message", where=key, seen=repr(value)[:80], expected="an integer")
-    return value

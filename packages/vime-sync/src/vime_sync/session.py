@@ -17,9 +17,20 @@ from typing import Any, Literal
 
 import httpx
 
-from vime_sync.errors import EngineError, SyncError, TransactionError, VersionConflictError, from_wire
+from vime_sync.errors import (
+    EngineError,
+    NotStartedError,
+    SyncError,
+    TornEngineError,
+    TransactionError,
+    VersionConflictError,
+    from_wire,
+)
 from vime_sync.manifest import Manifest, check_manifest
 from vime_sync.process import identity
+
+#: After these nobody can say from here what the engine holds.
+_UNCLEAR = (EngineError, TornEngineError)
 
 InFlight = Literal["keep", "wait", "abort", "paused"]
 
@@ -35,7 +46,7 @@ class SyncReport:
         bytes: Bytes copied, over all engines.
         digest: The digest of what the engines serve (32 hexadecimal digits), empty if digests are off.
         digest_mode: ``off``, ``sampled`` or ``full``.
-        mode: ``shadow``, ``direct`` or ``alias``.
+        mode: ``shadow``, ``undo``, ``direct`` or ``alias``.
         transport: The manifest's transport.
         engines: How many engines were updated.
     """
@@ -131,11 +142,10 @@ class SyncSession:
             engine_urls: Base URLs of the vLLM servers.
             manifest: The merged manifest of all publishing ranks.
             deadline_s: Seconds that any one request may take.
-            mode: ``"auto"``, ``"shadow"`` or ``"direct"``; see `vime_sync.receiver`.
+            mode: ``"auto"``, ``"shadow"``, ``"undo"`` or ``"direct"``; see `vime_sync.receiver`.
             in_flight: What happens to requests that are being generated at a commit: ``"keep"`` (frozen, then go on
-            with
-                the new weights and a recomputed cache), ``"wait"`` (finished first), ``"abort"``, or ``"paused"`` (the
-                caller pauses the engines itself; a running one is refused).
+                with the new weights and a recomputed cache), ``"wait"`` (finished first), ``"abort"``, or ``"paused"``
+                (the caller pauses the engines itself; a running one is refused).
             cast: Allow checkpoint dtypes that differ from the engines'.
             takeover: Replace another trainer's session.
 
@@ -151,7 +161,7 @@ class SyncSession:
         self._id = secrets.token_hex(8)
         self._engines = [_Engine(url, deadline_s) for url in engine_urls]
         self._pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="vime-sync")
-        self._connected = False
+        self._connected = self._known = False
 
     def _all(self, call: Callable[[_Engine], dict[str, Any]]) -> list[dict[str, Any] | SyncError]:
         """Call every engine at once; an engine's failure is its result."""
@@ -182,6 +192,7 @@ class SyncSession:
             "takeover": self._takeover,
             "deadline_s": self._deadline,
         }
+        self._known = True  # from here on an engine may hold this session
         replies = _raise_first(self._all(lambda engine: engine.call("connect", body)))
         for engine, reply in zip(self._engines, replies, strict=True):
             engine.version, engine.mode, engine.plan = int(reply["version"]), str(reply["mode"]), dict(reply["plan"])
@@ -208,7 +219,7 @@ class SyncSession:
         if version <= newest:
             raise VersionConflictError("the version is not newer", seen=str(version), expected=f"> {newest}")
         if len(self._engines) == 1:
-            replies = [self._engines[0].call("update", self._body(self._engines[0], version))]
+            replies = [self._single(version)]
         else:
             staged = self._stage(version)
             committed = self._commit(version, staged)
@@ -219,6 +230,14 @@ class SyncSession:
         for engine in self._engines:
             engine.version = version
         return self._report(version, time.perf_counter() - started, replies)
+
+    def _single(self, version: int) -> dict[str, Any]:
+        """Both halves in one request."""
+        try:
+            return self._engines[0].call("update", self._body(self._engines[0], version))
+        except (EngineError, NotStartedError):
+            self._connected = False  # it may have committed, or have been restarted: ask before the next update
+            raise
 
     def _body(self, engine: _Engine, version: int) -> dict[str, Any]:
         return {
@@ -232,6 +251,7 @@ class SyncSession:
     def _stage(self, version: int) -> list[dict[str, Any]]:
         results = self._all(lambda engine: engine.call("stage", self._body(engine, version)))
         if any(isinstance(result, SyncError) for result in results):
+            self._connected = not any(isinstance(result, (EngineError, NotStartedError)) for result in results)
             self.abort()
         return _raise_first(results)
 
@@ -247,6 +267,9 @@ class SyncSession:
                 for engine, result in zip(self._engines, results, strict=True)
             }
             self._connected = False
+            self.abort()
+            if len(failed) == len(results) and not any(isinstance(r, _UNCLEAR) for r in failed):
+                raise failed[0]  # nobody wrote
             raise EngineError(
                 "engines disagree after a commit",
                 seen=str(held),
@@ -287,9 +310,9 @@ class SyncSession:
 
     def close(self) -> None:
         """Let the engines go; they keep serving what they have."""
-        if self._connected:
+        if self._known:
             self._all(lambda engine: engine.call("disconnect", {"session": self._id}))
-            self._connected = False
+            self._connected = self._known = False
         for engine in self._engines:
             engine.close()
         self._pool.shutdown()

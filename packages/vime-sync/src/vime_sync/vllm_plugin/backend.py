@@ -55,6 +55,15 @@ class VllmModel:
             return dict.fromkeys(self.required(), reason)
         return dict(found)
 
+    def asleep(self) -> str:
+        """What vLLM's sleep-mode allocator says of the weights; an engine without sleep mode has none."""
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        allocator = CuMemAllocator.instance
+        entries = allocator.pointer_to_data.values() if allocator is not None else ()
+        away = sum(1 for entry in entries if entry.is_asleep and entry.tag == "weights")
+        return f"{away} allocations of weights are offloaded" if away else ""
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """The model's own loaders, under the configuration they expect."""
         with set_current_vllm_config(self._config):

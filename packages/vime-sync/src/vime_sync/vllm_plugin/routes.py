@@ -20,6 +20,7 @@ Every answer is JSON with ``ok``; a refusal has status 409 and carries the named
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any
 
@@ -39,9 +40,15 @@ from vime_sync.errors import (
     from_wire,
     to_wire,
 )
+from vime_sync.messages import integer, seconds
 from vime_sync.vllm_plugin.control import EngineControl
+from vime_sync.vllm_plugin.guard import ServeGuard
+
+logger = logging.getLogger(__name__)
 
 PAUSE_MODES = ("keep", "wait", "abort")
+#: Seconds that workers get for the small messages: state, abort, rollback.
+_PATIENCE_S = 10.0
 
 
 class SyncServer:
@@ -50,7 +57,11 @@ class SyncServer:
     def __init__(self, engine: EngineControl) -> None:
         """Drive `engine`."""
         self.engine = engine
+        #: Why the engine may not serve, or empty, as of the last finished operation; `ServeGuard` reads it.
+        self.refusal = ""
+        self.torn = ""
         self._busy = ""
+        self._held = False
 
     async def handle(self, operation: str, body: Any) -> dict[str, Any]:
         """Run one operation.
@@ -72,16 +83,18 @@ class SyncServer:
                 )
             self._busy = operation
             try:
-                deadline = float(body.get("deadline_s", 60.0))
+                deadline = seconds(body, "deadline_s", 60.0)
                 async with asyncio.timeout(deadline):
                     answer = await self._run(operation, body, deadline)
             finally:
-                self._busy = ""
+                self._busy, self.refusal = "", self.torn
             reply = {"ok": True, **answer}
         except SyncError as error:
             reply = {"ok": False, **to_wire(error)}
         except TimeoutError:
-            late = EngineError("the engine did not finish in time", where=operation, expected=f"{deadline} s")
+            late = EngineError(
+                "the engine did not finish in time", where=operation, expected=f"{body.get('deadline_s', 60.0)} s"
+            )
             reply = {"ok": False, **to_wire(late)}
         return {**reply, "server_seconds": time.perf_counter() - started}
 
@@ -101,24 +114,30 @@ class SyncServer:
     async def _ask(self, operation: str, body: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
         """Ask every worker; raise the first refusal."""
         replies = await self.engine.workers({**body, "op": operation}, deadline)
+        self.torn = next((r["torn"] for r in replies if r.get("torn")), "") or self._split(operation, replies)
         for reply in replies:
             if not reply.get("ok"):
                 raise from_wire(reply)
         return replies
 
     @staticmethod
-    def _one(replies: list[dict[str, Any]]) -> dict[str, Any]:
+    def _split(operation: str, replies: list[dict[str, Any]]) -> str:
+        """Workers that hold different versions, outside the steps in which they change."""
+        versions = sorted({reply["version"] for reply in replies})
+        return f"workers hold versions {versions}" if len(versions) > 1 and operation != "confirm" else ""
+
+    def _one(self, replies: list[dict[str, Any]]) -> dict[str, Any]:
         versions = sorted({reply["version"] for reply in replies})
         return {
             "version": versions[0] if len(versions) == 1 else -1,
-            "state": replies[0]["state"],
-            "torn": next((r["torn"] for r in replies if r["torn"]), ""),
+            "state": "torn" if self.torn else replies[0]["state"],
+            "torn": self.torn,
             "digest": replies[0]["digest"],
             "workers": len(replies),
         }
 
     async def _state(self) -> dict[str, Any]:
-        replies = await self.engine.workers({"op": "state"}, 10.0)
+        replies = await self._ask("state", {}, _PATIENCE_S)
         return {**self._one(replies), "paused": await self.engine.is_paused(), "label": await self.engine.label()}
 
     async def _connect(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
@@ -131,51 +150,88 @@ class SyncServer:
         return {
             **self._one(replies),
             "mode": replies[0]["mode"],
+            "copier": replies[0]["copier"],
             "seconds": max(r["seconds"] for r in replies),
             "plan": {**plan, "ignored": sorted(ignored)},
         }
 
     async def _stage(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
+        keep = False
         try:
             replies = await self._ask("stage", body, deadline)
-            return {**self._one(replies), **_verified(replies), "seconds": max(r["seconds"] for r in replies)}
-        except SyncError as error:
-            if not isinstance(error, AlreadyStartedError):
-                await self.engine.workers({"op": "abort", "session": body.get("session")}, deadline)
+            reply = {**self._one(replies), **_verified(replies), "seconds": max(r["seconds"] for r in replies)}
+            keep = True
+        except AlreadyStartedError:
+            keep = True  # what is staged is another update's
             raise
+        finally:
+            if not keep:
+                await self._abort(body)
+        return reply
+
+    async def _abort(self, body: dict[str, Any]) -> None:
+        """Drop what is staged; an engine whose workers do not answer has nothing that could be committed either."""
+        try:
+            await self.engine.workers({"op": "abort", "session": body.get("session")}, _PATIENCE_S)
+        except EngineError:
+            logger.exception("vime-sync: an abort was not answered")
 
     async def _commit(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
         phases: dict[str, float] = {}
-        mode = body.get("in_flight", "keep")
-        ours = await self._pause(mode, phases)
-        served = False
+        version = integer(body, "version")
+        paused = time.perf_counter()
+        fresh, resume = await self._pause(body.get("in_flight", "keep"), phases)
         try:
             with _timed(phases, "commit"):
-                replies = await self._ask("commit", body, deadline)
-                verified = _verified(replies)
-            await self.engine.publish(str(body["version"]), drop_caches=not ours)
-            served = True
-        except DigestError as error:
-            await self.engine.workers({"op": "tear", "session": body.get("session"), "reason": str(error)}, deadline)
-            raise TornEngineError(
-                "the bytes that were written are not those that were published",
-                seen=str(error),
-                fix="send a whole newer version",
-            ) from error
+                replies, verified = await self._write(body, deadline)
+            await self.engine.publish(str(version), drop_caches=not fresh)
+        except BaseException as error:
+            if await self._rollback(body, error) and isinstance(error, DigestError):
+                raise TornEngineError(
+                    "the bytes that were written are not those that were published",
+                    seen=str(error),
+                    fix="send a whole newer version",
+                ) from error
+            raise
         finally:
             # After a failed write the engine stays paused: nothing half new is ever sampled from.
-            if ours and (served or not await self._torn()):
+            self._held = bool(self.torn) and resume
+            if resume and not self.torn:
                 with _timed(phases, "resume"):
                     await self.engine.resume()
+        if resume:
+            phases["paused"] = time.perf_counter() - paused
+        if "copy_seconds" in verified:
+            phases["copy"] = verified["copy_seconds"]
         return {**self._one(replies), **verified, "phases": phases}
 
-    async def _torn(self) -> bool:
-        return any(reply.get("torn") for reply in await self.engine.workers({"op": "state"}, 10.0))
+    async def _write(self, body: dict[str, Any], deadline: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Commit on every worker; several have to agree before any of them calls it done."""
+        replies = await self._ask("commit", body, deadline)
+        verified = _verified(replies)
+        if len(replies) > 1:
+            digest = verified.get("sum") or body.get("digest", "")
+            replies = await self._ask("confirm", {**body, "digest": digest}, deadline)
+        return replies, verified
 
-    async def _pause(self, mode: Any, phases: dict[str, float]) -> bool:
-        """Pause unless the caller did; whether we did."""
+    async def _rollback(self, body: dict[str, Any], error: BaseException) -> str:
+        """Take back what can be taken back; why the engine is torn, or empty. An unclear answer counts as torn."""
+        message = {"op": "rollback", "session": body.get("session"), "version": body.get("version")}
+        reason = f"{type(error).__name__}: {error}"
+        try:
+            replies = await self.engine.workers({**message, "reason": reason}, _PATIENCE_S)
+        except SyncError as lost:
+            self.torn = f"after {reason}, nobody knows what the workers hold: {lost}"
+            return self.torn
+        self.torn = next((r["torn"] for r in replies if r["torn"]), "")
+        if not self.torn and len({r["version"] for r in replies}) > 1:
+            self.torn = f"after {reason}, workers hold versions {sorted({r['version'] for r in replies})}"
+        return self.torn
+
+    async def _pause(self, mode: Any, phases: dict[str, float]) -> tuple[bool, bool]:
+        """Pause unless that is done already: whether it was done now, and whether to resume after a success."""
         if await self.engine.is_paused():
-            return False
+            return False, self._held
         if mode not in PAUSE_MODES:
             raise NotPausedError(
                 "the engine is generating",
@@ -184,15 +240,17 @@ class SyncServer:
             )
         with _timed(phases, "pause"):
             await self.engine.pause(mode)
-        return True
+        return True, True
 
     async def _update(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
         staged = await self._stage(body, deadline)
+        done = False
         try:
             committed = await self._commit({**body, "digest": staged.get("sum", "")}, deadline)
-        except SyncError:
-            await self.engine.workers({"op": "abort", "session": body.get("session")}, deadline)
-            raise
+            done = True
+        finally:
+            if not done:
+                await self._abort(body)
         return {**staged, **committed, "phases": {"stage": staged["seconds"], **committed["phases"]}}
 
 
@@ -226,7 +284,16 @@ def _verified(replies: list[dict[str, Any]]) -> dict[str, Any]:
         report["sum"] = str(total)
     if "digest_mode" in replies[0]:
         report["digest_mode"] = replies[0]["digest_mode"]
+        report["copy_seconds"] = max(r["copy_seconds"] for r in replies)
     return report
+
+
+async def _read(raw: Request) -> Any:
+    """The request's JSON; None where it is none, which `SyncServer.handle` refuses by name."""
+    try:
+        return await raw.json()
+    except ValueError:
+        return None
 
 
 class SyncEndpoints:
@@ -240,7 +307,7 @@ class SyncEndpoints:
         router = APIRouter(prefix="/vime")
 
         async def call(operation: str, raw: Request) -> JSONResponse:
-            body = await raw.json() if raw.method == "POST" else {}
+            body = await _read(raw) if raw.method == "POST" else {}
             reply = await raw.app.state.vime_sync.handle(operation, body)
             return JSONResponse(reply, status_code=200 if reply["ok"] else 409)
 
@@ -254,6 +321,7 @@ class SyncEndpoints:
         for operation in ("connect", "stage", "commit", "update", "abort", "disconnect"):
             route(operation, "POST")
         app.include_router(router)
+        app.add_middleware(ServeGuard, state=app.state)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Keep the engine's client for the routes."""

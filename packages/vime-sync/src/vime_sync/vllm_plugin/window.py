@@ -13,6 +13,7 @@ from vime_sync.errors import WindowError
 
 #: Module, then a dotted path inside it.
 NEEDED = (
+    ("vllm.device_allocator.cumem", "CuMemAllocator.instance"),
     ("vllm.distributed.weight_transfer.base", "WeightTransferEngine.set_weight_update_target"),
     ("vllm.distributed.weight_transfer.base", "WeightTransferInitInfo"),
     ("vllm.distributed.weight_transfer.base", "WeightTransferUpdateInfo"),

@@ -1,0 +1,74 @@
+"""What a receiver needs of an engine's model, and how the model's plan is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from vime_sync.errors import UnplannableError
+from vime_sync.layout import CheckpointTensor
+from vime_sync.plan import LiveTensor, Plan, build_plan
+from vime_sync.record import record_loaders
+
+
+class Model(Protocol):
+    """What a receiver needs of an engine's model; the vLLM plugin and the test engine each have one."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def live(self) -> Mapping[str, torch.Tensor]:
+        """Live parameters and buffers by name; tied ones may appear under each name."""
+
+    def required(self) -> set[str]:
+        """Names that a checkpoint must fill (the parameters)."""
+
+    def obstacles(self) -> Mapping[str, str]:
+        """Live tensors that post-processing changed after they were loaded, each with the reason."""
+
+    def asleep(self) -> str:
+        """Why the weights are not in memory now (sleep mode), or empty."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """The model's own loaders."""
+
+
+def plan_model(model: Model, tensors: Sequence[CheckpointTensor], *, cast: bool = False) -> Plan:
+    """Learn where a model's loaders put the given tensors, and prove that they fill it.
+
+    Args:
+        model: The engine's model. Nothing of it is written.
+        tensors: What a trainer publishes.
+        cast: Allow a checkpoint dtype that differs from the live one.
+
+    Returns:
+        A complete plan.
+
+    Raises:
+        PlanError: By name: an unknown name, a wrong shape or dtype, a hole, or a layout that no copy can reach.
+    """
+    live = model.live()
+    first: dict[int, str] = {}
+    for name, tensor in live.items():
+        if tensor.numel():
+            first.setdefault(tensor.data_ptr(), name)
+    own = {name: live[name] for name in first.values()}
+    recording = record_loaders(model.load_weights, own, tensors)
+    required, obstacles = model.required(), model.obstacles()
+    entries = {
+        name: LiveTensor(tuple(t.shape), tuple(t.stride()), t.dtype, name in required, obstacles.get(name, ""))
+        for name, t in own.items()
+    }
+    plan = build_plan(tensors, recording, entries, cast=cast)
+    if missing := {**plan.reload, **{n: r for n, r in obstacles.items() if n not in own}}:
+        name, reason = next(iter(missing.items()))
+        raise UnplannableError(
+            f"{len(missing)} live tensors cannot be copied into",
+            where=f"{name} and others" if len(missing) > 1 else name,
+            seen=reason,
+            fix="serve an unquantised model with engine_arguments()",
+        )
+    return plan
