@@ -41,7 +41,7 @@ PLUGIN = """
     import torch
     from vllm.distributed.transfer import Engine
     try:
-        from vllm.distributed.transfer import NewFactory as Factory
+        from vllm.distributed.newer import Factory
     except ImportError:
         from vllm.distributed.transfer import Factory
     try:

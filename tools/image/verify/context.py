@@ -22,7 +22,7 @@ PLATFORMS = ("rocm", "cuda", "cpu")
 NO_DEVICE = re.compile(
     r"no (hip|cuda|rocm)[\w -]*gpus? (is|are) available|no (rocm|cuda)-capable device|found no nvidia driver|"
     r"hiperrornodevice|cudaerrornodevice|no gpu (is )?(visible|detected|found)|get_device_capability.*no device|"
-    r"rocminfo.*(failed|non-zero exit|not found)|torch not compiled with cuda enabled",
+    r"rocminfo.*(failed|non-zero exit|not found)",
     re.IGNORECASE,
 )
 

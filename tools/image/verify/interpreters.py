@@ -125,7 +125,8 @@ def check_orders(context: Context) -> Orders:
         ``order:forward`` and ``order:reverse``, with what was mapped.
     """
     required = required_roots()
-    modules = {s.module for need in context.needs for s in need.branches[0] if not need.optional}
+    # Alternatives are left to the other check: here each module has to import, and of them one may be missing.
+    modules = {s.module for need in context.needs if len(need.branches) == 1 for s in need.branches[0]}
     names = sorted(m for m in modules if m.partition(".")[0] in required or _exists(m.partition(".")[0]))
     # Ours come last in both: each imports several of the others, in an order that would be the same both times.
     ours = list(context.packages)

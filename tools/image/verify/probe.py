@@ -7,8 +7,10 @@ marker; what libraries print on the way does not matter.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -59,20 +61,24 @@ def ask(code: str, argument: object = None, *, env: Mapping[str, str] | None = N
     with tempfile.TemporaryDirectory() as empty:
         # -P keeps the working folder off the path even where it is not empty after all (libraries write files).
         command = [sys.executable, "-P", "-c", PRELUDE + code, json.dumps(argument)]
+        process = subprocess.Popen(
+            command, cwd=empty, env=dict(os.environ if env is None else env), text=True, errors="replace",
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        late = ""
         try:
-            done = subprocess.run(
-                command, cwd=empty, env=dict(os.environ if env is None else env), capture_output=True, text=True,
-                errors="replace", timeout=deadline_s, stdin=subprocess.DEVNULL, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            stderr = error.stderr or b""
-            text = stderr if isinstance(stderr, str) else stderr.decode(errors="replace")
-            return Answer(None, f"no answer within {deadline_s:.0f} s; last words: {tail(text)}", text)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+            stdout, stderr = process.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            # The whole session: a helper that an import started would keep the pipes open for ever.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            stdout, stderr = process.communicate()
+            late = f"no answer within {deadline_s:.0f} s; last words: {tail(stderr)}"
+    lines = [line for line in stdout.splitlines() if line.startswith(MARK)]
     if not lines:
-        return Answer(None, f"interpreter ended with {done.returncode}: {tail(done.stderr)}", done.stderr)
-    # An abort after the answer (at exit) is left alone: tearing down is not what is being judged.
-    return Answer(json.loads(lines[-1][len(MARK) :]), "", done.stderr)
+        return Answer(None, late or f"interpreter ended with {process.returncode}: {tail(stderr)}", stderr)
+    # What happens after the answer (an abort at exit, a helper that stays) is left alone: it is not what is judged.
+    return Answer(json.loads(lines[-1][len(MARK) :]), "", stderr)
 
 
 def tail(text: str) -> str:
