@@ -11,6 +11,7 @@ import rocm_paths
 import unprotected
 from flavours import ImageError
 from image_world import FakeEnvironment
+from verify.devices import architecture_faults
 
 
 def test_build_requirements_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,3 +104,21 @@ def test_health_sees_rights_shared_memory_and_files(tmp_path: Path, monkeypatch:
     assert "--ipc=host or --shm-size" in shm
     assert "--ulimit nofile=1048576:1048576" in files
     assert health.problems("rocm", tmp_path / "empty")[1].endswith("is missing: --ipc=host")
+
+
+@pytest.mark.parametrize(
+    ("platform", "arch", "built", "image", "said"),
+    [
+        ("rocm", "gfx942", ["gfx90a", "gfx942"], "gfx942", ""),
+        ("rocm", "gfx942", ["gfx942"], "", ""),
+        ("rocm", "gfx950", ["gfx942"], "gfx950", "torch was built for gfx942"),
+        ("rocm", "gfx950", ["gfx942", "gfx950"], "gfx90a;gfx942", "vLLM was built for gfx90a, gfx942"),
+        ("cuda", "sm_90", ["sm_80", "sm_90"], "", ""),
+        ("cuda", "sm_103", ["sm_90", "sm_100"], "", ""),
+        ("cuda", "sm_100", ["sm_80", "sm_90"], "", "torch was built for sm_80, sm_90"),
+    ],
+)
+def test_architectures(platform: str, arch: str, built: list[str], image: str, said: str) -> None:
+    found = architecture_faults(platform, [["A GPU", arch]], built, {"PYTORCH_ROCM_ARCH": image})
+    assert bool(found) is bool(said)
+    assert "; ".join(found).endswith(said)

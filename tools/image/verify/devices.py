@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 
 from verify.context import Context, installed_version
 from verify.interpreters import judged
@@ -23,7 +24,8 @@ import torch
 names = []
 for index in range(torch.cuda.device_count()):
     properties = torch.cuda.get_device_properties(index)
-    arch = getattr(properties, "gcnArchName", "") or f"sm_{properties.major}{properties.minor}"
+    # On CUDA gcnArchName exists too, and holds the product's name.
+    arch = properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}"
     names.append([properties.name, arch.partition(":")[0]])
 answer({"devices": names, "built": torch.cuda.get_arch_list()})
 """
@@ -95,11 +97,31 @@ def devices(context: Context) -> Result:
         return judged(context, label, [reply.problem], "", expected)
     seen = [f"{name} ({arch})" for name, arch in reply.value["devices"]]
     wrong = [] if seen else ["torch sees no device although the kernel offers one (a mask, or the rights on its node)"]
-    if context.platform == "rocm":
-        built = os.environ.get("PYTORCH_ROCM_ARCH", "").replace(",", ";").split(";")
-        for name, arch in reply.value["devices"]:
-            if arch not in reply.value["built"]:
-                wrong.append(f"{name} is {arch}, torch was built for {', '.join(reply.value['built'])}")
-            elif any(built) and arch not in built:
-                wrong.append(f"{name} is {arch}, vLLM was built for {', '.join(built)}")
+    wrong += architecture_faults(context.platform, reply.value["devices"], reply.value["built"], os.environ)
     return passed(label, not wrong, "; ".join(wrong or seen), expected)
+
+
+def architecture_faults(
+    platform: str, devices_seen: list[list[str]], built: list[str], environ: Mapping[str, str]
+) -> list[str]:
+    """Compare the architectures of devices with those that code was compiled for.
+
+    Args:
+        platform: ``rocm`` or ``cuda``.
+        devices_seen: Product name and architecture of each device.
+        built: ``torch.cuda.get_arch_list()``.
+        environ: The environment, for the architecture that a ROCm image was built for.
+
+    Returns:
+        A sentence for each device that cannot run it. On CUDA code of an older minor version of the same generation
+        serves, on ROCm the name has to be equal.
+    """
+    wrong = []
+    image = re.split("[;,]", environ.get("PYTORCH_ROCM_ARCH", ""))
+    for name, arch in devices_seen:
+        usable = arch in built if platform == "rocm" else any(text.startswith(arch[:-1]) for text in built)
+        if not usable:
+            wrong.append(f"{name} is {arch}, torch was built for {', '.join(built)}")
+        elif platform == "rocm" and any(image) and arch not in image:
+            wrong.append(f"{name} is {arch}, vLLM was built for {', '.join(image)}")
+    return wrong
