@@ -70,7 +70,8 @@ def test_installs_and_imports_alone(member: str, wheels: Path, tmp_path: Path) -
     python = tmp_path / "env" / "bin" / "python"
     # The workspace's pins and date hold here too (uv reads them from the root), so that the test is reproducible.
     # Run outside the checkout, so that nothing but the wheels can be found.
-    options: list[str | Path] = ["--quiet", "--python", python, "--find-links", wheels, "--override", override(tmp_path)]
+    options: list[str | Path] = ["--quiet", "--python", python, "--find-links", wheels]
+    options += ["--override", override(tmp_path)]
     run(UV, "pip", "install", *options, "--exclude-newer", exclude_newer(), name, cwd=tmp_path)
     seen = json.loads(run(python, "-c", CHECK, json.dumps([name, ABSENT[name], LAZY.get(name, [])]), cwd=tmp_path))
     assert seen == {"version": "0.1.0", "inside": True, "typed": True, "door": True, "present": [], "loaded": []}
@@ -80,8 +81,11 @@ def test_devices_mask_command_works_without_torch(wheels: Path, tmp_path: Path) 
     run(UV, "venv", "--quiet", "--python", sys.executable, tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
     run(UV, "pip", "install", "--quiet", "--python", python, "--no-index", "--find-links", wheels, "vime-devices")
-    command: list[str | Path] = [tmp_path / "env/bin/vime-devices", "mask", "--platform", "hip", "--own", "3", "--node", "0-7"]
-    assert run(*command, cwd=tmp_path).strip() == "3,0,1,2,4,5,6,7"
+    command = tmp_path / "env/bin/vime-devices"
+    assert (
+        run(command, "mask", "--platform", "hip", "--own", "3", "--node", "0-7", cwd=tmp_path).strip()
+        == "3,0,1,2,4,5,6,7"
+    )
 
 
 def exclude_newer() -> str:
