@@ -332,5 +332,5 @@ def test_the_example_of_the_readme_runs(tiny_model, tmp_path):
     (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     (tmp_path / "example.py").write_text(example.replace("path/to/model", str(tiny_model)))
     done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:] + (tmp_path / "engine-0.log").read_text()[-20000:]
     assert "rollout/raw_reward" in done.stdout

@@ -57,7 +57,7 @@ class EngineConfig:
         name: Name in logs and errors; unique among the engines of a run.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
-        dtype: vLLM's dtype; ``float32`` for exact comparisons.
+        dtype: vLLM's dtype; ``float32`` for exact comparisons. ``auto`` makes bfloat16 of a float32 model.
         max_model_len: Longest prompt and response together, tokens; ``None`` takes the model's.
         tensor_parallel_size: GPUs of the engine.
         seed: Seed of the engine (requests without their own).
