@@ -51,6 +51,7 @@ class Publisher:
         record = {
             "publisher": self._identity,
             "process": identity(),
+            "digest": self.digest,
             "control": {"segment": self._control.name, "pieces": self._control.pieces},
             "buffers": self._exporter.records(),
         }
