@@ -33,7 +33,10 @@ class CpuOptions:
 
     def arguments(self) -> list[str]:
         """Return the command-line arguments that set these bounds."""
-        return ["--kv-cache-memory-bytes", str(int(self.kv_cache_gib * 2**30))]
+        # A seeded request whose prompt is prefilled in parts ends vLLM 0.32's engine on a CPU: it rewinds the request's
+        # generator by an offset, which CPU generators do not have. Whole prompts need no rewinding.
+        whole_prompts = "--no-enable-chunked-prefill"
+        return ["--kv-cache-memory-bytes", str(int(self.kv_cache_gib * 2**30)), whole_prompts]
 
     def environment(self) -> dict[str, str | None]:
         """Return the environment variables that set these bounds."""
