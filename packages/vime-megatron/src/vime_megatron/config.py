@@ -14,7 +14,9 @@ from vime_megatron.errors import TrainerError
 
 Dtype = Literal["float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
-AttentionBackend = Literal["auto", "sdpa", "varlen"]
+AttentionBackend = Literal["auto", "sdpa", "varlen", "cudnn"]
+KernelBackend = Literal["auto", "torch", "triton"]
+Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["constant", "linear", "cosine"]
 
 
@@ -98,7 +100,9 @@ class TrainerConfig:
         max_sequence_length: Longest sequence accepted; ``None`` takes the model's own limit.
         temperature: Divides the logits before the softmax, as the rollout's sampler did.
         logprob_chunk_tokens: Positions whose logits exist at one time; bounds the memory of the vocabulary projection.
-        recompute: Activation recomputation.
+        recompute: Activations that the backward pass computes again instead of keeping: ``selective`` those that are
+            cheap (outputs of norms and of the gated activation), ``full`` each layer from its input.
+        kernels: Steps between the matrix products; ``auto`` takes Triton on a GPU in half precision, else torch.
         attention: Core attention; ``auto`` takes the best that works on the device.
         seed: Seed of everything random in the trainer.
         random_weights: Start from a seeded random initialisation instead of the folder's weights.
@@ -118,7 +122,8 @@ class TrainerConfig:
     max_sequence_length: int | None = None
     temperature: float = 1.0
     logprob_chunk_tokens: int = 1024
-    recompute: Literal["none", "full"] = "none"
+    recompute: Recompute = "none"
+    kernels: KernelBackend = "auto"
     attention: AttentionBackend = "auto"
     seed: int = 0
     random_weights: bool = False

@@ -9,6 +9,7 @@ step. Losses and gradients are sums throughout; the injected loss holds the norm
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,11 @@ from vime_megatron.platform import select_platform
 if TYPE_CHECKING:
     from vime_sync import WeightSource
 
+    from vime_megatron.kernels import Kernels
     from vime_megatron.logprobs import VocabShard
     from vime_megatron.microbatch import MicroBatch
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -101,13 +105,18 @@ class MegatronTrainer:
 
     def _build(self, rank: int, world_size: int, init_method: str | None) -> None:
         from vime_megatron.forward import Forward
-        from vime_megatron.model.core_attention import select_core_attention
+        from vime_megatron.kernels import select_kernels
+        from vime_megatron.model.core_attention import choose_attention, select_core_attention
         from vime_megatron.model.packing import inverse_frequencies
         from vime_megatron.model.policy import DTYPES, build_policy
         from vime_megatron.parallel import connect
 
         config, shape, platform = self.config, self.shape, self._platform
-        core = select_core_attention(config.attention, platform.device, DTYPES[config.dtype])
+        dtype = DTYPES[config.dtype]
+        attention = choose_attention(config.attention, platform.device, dtype)
+        kernels = select_kernels(config.kernels, platform.device, dtype)
+        self.choices = {"device": str(platform.device), "attention": attention, "kernels": kernels.name}
+        _log.info("rank %d: %s", rank, ", ".join(f"{name} {choice}" for name, choice in self.choices.items()))
         self.topology = connect(
             config, shape, rank=rank, world_size=world_size, init_method=init_method, backend=platform.backend
         )
@@ -115,17 +124,22 @@ class MegatronTrainer:
         layout = self.topology.layout
         self._frequencies = inverse_frequencies(shape.head_dim, shape.rope_theta)
         self.model = build_policy(
-            shape, config, core_attention=core, first_stage=layout.first_stage, last_stage=layout.last_stage
+            shape,
+            config,
+            core_attention=select_core_attention(attention, platform.device, dtype),
+            kernels=kernels,
+            first_stage=layout.first_stage,
+            last_stage=layout.last_stage,
         )
         self._placed = placements(self._family.rules, shape, layout)
         self.params: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
         self._load_weights()
-        self._wrap(DTYPES[config.dtype])
+        self._wrap(dtype)
         self.model.train()
         self._forward = Forward(
             self.model,
             self.ddp,
-            shard=self._vocab_shard(),
+            shard=self._vocab_shard(kernels),
             temperature=config.temperature,
             max_tokens=config.max_tokens_per_microbatch,
         )
@@ -157,14 +171,14 @@ class MegatronTrainer:
         self._buffers, self._slots = locate(self.params, buffers)
         self.optimizer, self.scheduler = build_optimizer(self.ddp, settings, dtype)
 
-    def _vocab_shard(self) -> VocabShard:
+    def _vocab_shard(self, kernels: Kernels) -> VocabShard:
         from vime_megatron.logprobs import VocabShard
 
         layout = self.topology.layout
         each = -(-self.shape.vocab // layout.tp_size)
         start = layout.tp_rank * each
         rows = max(0, min(each, self.shape.vocab - start))
-        return VocabShard(start, rows, self.topology.tp_group, self.config.logprob_chunk_tokens)
+        return VocabShard(start, rows, self.topology.tp_group, self.config.logprob_chunk_tokens, kernels)
 
     def step(self, sequences: Sequence[TrainSequence], loss: TokenLoss) -> StepMetrics:
         """Do one optimiser step on the global batch.

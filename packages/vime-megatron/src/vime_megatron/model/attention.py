@@ -12,30 +12,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from vime_megatron.kernels import PLAIN, Kernels
+from vime_megatron.kernels.plain import HeadLayout
 from vime_megatron.model.core_attention import CoreAttention
 from vime_megatron.model.norm import RMSNorm
 from vime_megatron.model.packing import PackedTokens
-
-
-def rotate(x_the: Tensor, row: PackedTokens) -> Tensor:
-    """Turn each pair ``(x[i], x[i + e/2])`` by its position's angle (RoFormer, arXiv 2104.09864), in float32.
-
-    Args:
-        x_the: Queries or keys ``[t, h, e]``.
-        row: Holds the cosines and sines.
-
-    Returns:
-        The rotated tensor, in the type of ``x_the``.
-    """
-    cos, sin = row.cos_td[:, None, :], row.sin_td[:, None, :]
-    left, right = x_the.float().chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x_the.dtype)
+from vime_megatron.model.recompute import accept
 
 
 class StackedSelfAttention(MegatronModule):
@@ -47,7 +34,12 @@ class StackedSelfAttention(MegatronModule):
         core_attention: The attention inside documents.
         qk_norm: Norm queries and keys per head.
         pg_collection: Megatron's process groups; ``tp`` is used.
+
+    Attributes:
+        kernels: What splits, norms and rotates.
     """
+
+    kernels: Kernels = PLAIN
 
     def __init__(
         self,
@@ -65,7 +57,12 @@ class StackedSelfAttention(MegatronModule):
         self.core_attention = core_attention
         self.head_dim = int(config.kv_channels)
         ranks = config.tensor_model_parallel_size
-        self.heads, self.groups = config.num_attention_heads // ranks, config.num_query_groups // ranks
+        self.heads = HeadLayout(
+            heads=config.num_attention_heads // ranks,
+            groups=config.num_query_groups // ranks,
+            width=self.head_dim,
+            eps=config.layernorm_epsilon,
+        )
         tp_group = getattr(pg_collection, "tp", None)
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
@@ -105,12 +102,16 @@ class StackedSelfAttention(MegatronModule):
         Returns:
             ``[s, 1, m]``, and no bias.
         """
-        qkv_t1x, _bias = self.linear_qkv(hidden_states)
-        sizes = [self.heads * self.head_dim, self.groups * self.head_dim, self.groups * self.head_dim]
-        q_the, k_tge, v_tge = (x.unflatten(-1, (-1, self.head_dim)) for x in qkv_t1x.squeeze(1).split(sizes, dim=-1))
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            q_the, k_tge = self.q_layernorm(q_the), self.k_layernorm(k_tge)
-        q_the, k_tge = rotate(q_the, packed_seq_params), rotate(k_tge, packed_seq_params)
+        with accept(hidden_states):
+            qkv_t1x, _bias = self.linear_qkv(hidden_states)
+        q_the, k_tge, v_tge = self.kernels.query_key_value(
+            qkv_t1x.squeeze(1),
+            None if self.q_layernorm is None else self.q_layernorm.weight,
+            None if self.k_layernorm is None else self.k_layernorm.weight,
+            packed_seq_params.cos_td,
+            packed_seq_params.sin_td,
+            self.heads,
+        )
         out_the = self.core_attention(q_the, k_tge, v_tge, packed_seq_params)
         output, _bias = self.linear_proj(out_the.flatten(1).unsqueeze(1))
         return output, None

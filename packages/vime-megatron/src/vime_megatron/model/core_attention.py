@@ -1,10 +1,13 @@
 """Causal attention inside the documents of a packed row, without TransformerEngine.
 
-Two backends. ``sdpa`` runs :func:`torch.nn.functional.scaled_dot_product_attention` on groups of documents padded to a
+Three backends. ``sdpa`` runs :func:`torch.nn.functional.scaled_dot_product_attention` on groups of documents padded to a
 common length (see :mod:`vime_megatron.model.packing`): it works on CPUs and on every GPU. ``varlen`` hands the borders
-to ``torch.nn.attention.varlen``'s kernel: GPUs in half precision only, and the one to use there.
+to ``torch.nn.attention.varlen``'s flash kernel: GPUs in half precision only. ``cudnn`` hands them to cuDNN's kernel:
+NVIDIA GPUs from Hopper on, where it is the fastest, but it compiles a plan for every new number of documents and longest
+length.
 
-Suffixes: ``t`` tokens, ``h`` query heads, ``g`` key/value heads, ``e`` width of a head.
+Suffixes: ``t`` tokens, ``h`` query heads, ``g`` key/value heads, ``e`` width of a head, ``n`` documents of a group and
+``l`` their length.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from vime_megatron.model.packing import PackedTokens
 CoreAttention = Callable[[Tensor, Tensor, Tensor, PackedTokens], Tensor]
 """``(q_the, k_tge, v_tge, row) -> out_the``."""
 
+_VARLEN_REQUIRED = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
+
 
 def sdpa_attention(q_the: Tensor, k_tge: Tensor, v_tge: Tensor, row: PackedTokens) -> Tensor:
     """Attend with padded groups of documents.
@@ -38,41 +43,71 @@ def sdpa_attention(q_the: Tensor, k_tge: Tensor, v_tge: Tensor, row: PackedToken
     Returns:
         ``[t, h, e]``.
     """
+    if len(row.groups) == 1 and row.groups[0].numel() == q_the.shape[0]:  # equal lengths: the row is the group
+        return _attend(*(x.unflatten(0, row.groups[0].shape) for x in (q_the, k_tge, v_tge))).flatten(0, 1)
     outputs = []
-    for rows in row.groups:
-        q, k, v = (x[rows].transpose(1, 2) for x in (q_the, k_tge, v_tge))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[row.ungroup_t] if len(outputs) > 1 else outputs[0][row.ungroup_t]
+    for rows_nl in row.groups:
+        flat = rows_nl.flatten()
+        parts = (x.index_select(0, flat).unflatten(0, rows_nl.shape) for x in (q_the, k_tge, v_tge))
+        outputs.append(_attend(*parts).flatten(0, 1))
+    return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).index_select(0, row.ungroup_t)
+
+
+def _attend(q_nlhe: Tensor, k_nlge: Tensor, v_nlge: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_nlhe, k_nlge, v_nlge))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
 def varlen_attention(q_the: Tensor, k_tge: Tensor, v_tge: Tensor, row: PackedTokens) -> Tensor:
-    """Attend with the variable-length kernel; arguments as :func:`sdpa_attention`."""
+    """Attend with the variable-length flash kernel; arguments as :func:`sdpa_attention`."""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = dict(_varlen_options())
-    grouped = q_the.shape[1] != k_tge.shape[1]
-    if grouped and "enable_gqa" in options:
-        options["enable_gqa"] = True
-    elif grouped:
-        share = q_the.shape[1] // k_tge.shape[1]
-        k_tge, v_tge = (x.repeat_interleave(share, dim=1) for x in (k_tge, v_tge))
+    if "enable_gqa" in options:
+        options["enable_gqa"] = q_the.shape[1] != k_tge.shape[1]
     out: Any = varlen_attn(q_the, k_tge, v_tge, row.borders, row.borders, row.longest, row.longest, **options)
     return cast("Tensor", out)
 
 
+def cudnn_attention(q_the: Tensor, k_tge: Tensor, v_tge: Tensor, row: PackedTokens) -> Tensor:
+    """Attend with cuDNN's kernel on ragged rows; arguments as :func:`sdpa_attention`."""
+    borders, longest = row.borders, row.longest
+    out: Any = torch.ops.aten._cudnn_attention_forward(
+        q_the, k_tge, v_tge, None, borders, borders, longest, longest, True, 0.0, True
+    )
+    return cast("Tensor", out[0])
+
+
 @cache
 def _varlen_options() -> tuple[tuple[str, Any], ...]:
-    """Say "causal" as this torch's kernel wants it: its arguments changed between releases."""
+    """Say "causal" as this torch's kernel wants it: its arguments changed between releases.
+
+    Without ``enable_gqa`` among them the kernel takes fewer key/value heads than query heads unasked.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
-    causal = ("window_size", (-1, 0)) if "window_size" in known else ("is_causal", True)
+    causal = next((pair for pair in (("window_size", (-1, 0)), ("is_causal", True)) if pair[0] in known), None)
+    if causal is None or tuple(known)[: len(_VARLEN_REQUIRED)] != _VARLEN_REQUIRED:
+        raise PlatformError(
+            "torch.nn.attention.varlen has changed its arguments",
+            where=f"torch {torch.__version__}",
+            seen=", ".join(known),
+            expected=", ".join(_VARLEN_REQUIRED) + " and window_size or is_causal",
+            fix="use attention='sdpa', or a torch from 2.10 to 2.13",
+        )
     return (causal, ("enable_gqa", False)) if "enable_gqa" in known else (causal,)
 
 
-def select_core_attention(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> CoreAttention:
-    """Choose the backend once.
+_BACKENDS: dict[str, CoreAttention] = {
+    "sdpa": sdpa_attention,
+    "varlen": varlen_attention,
+    "cudnn": cudnn_attention,
+}
+
+
+def choose_attention(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """Settle what ``auto`` means and refuse what cannot work.
 
     Args:
         backend: What was asked for.
@@ -80,20 +115,36 @@ def select_core_attention(backend: AttentionBackend, device: torch.device, dtype
         dtype: Type of the activations.
 
     Returns:
-        The attention function.
+        ``sdpa``, ``varlen`` or ``cudnn``.
 
     Raises:
-        PlatformError: ``varlen`` was forced where it cannot work.
+        PlatformError: A backend was forced where it cannot work, or the variable-length kernel's arguments are unknown.
     """
-    suits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and _has_varlen()
-    if backend == "varlen" and not suits:
+    half = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    able = {"sdpa": True, "varlen": half and _has_varlen(), "cudnn": half and _has_cudnn(device)}
+    if backend == "auto":
+        backend = "varlen" if able["varlen"] else "sdpa"
+    if not able[backend]:
         raise PlatformError(
-            "varlen attention cannot run here",
+            f"{backend} attention cannot run here",
             seen=f"{device.type}, {dtype}, torch {torch.__version__}",
-            expected="a GPU, half precision and torch.nn.attention.varlen",
+            expected="a GPU, half precision and torch.nn.attention.varlen"
+            if backend == "varlen"
+            else "an NVIDIA GPU of compute capability 9.0 or later, half precision and cuDNN",
             fix="use attention='auto' or 'sdpa'",
         )
-    return varlen_attention if suits and backend != "sdpa" else sdpa_attention
+    if backend == "varlen":
+        _varlen_options()
+    return backend
+
+
+def select_core_attention(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> CoreAttention:
+    """Choose the backend once; arguments and errors as :func:`choose_attention`.
+
+    Returns:
+        The attention function.
+    """
+    return _BACKENDS[choose_attention(backend, device, dtype)]
 
 
 def _has_varlen() -> bool:
@@ -102,3 +153,12 @@ def _has_varlen() -> bool:
     except ImportError:
         return False
     return True
+
+
+def _has_cudnn(device: torch.device) -> bool:
+    return (
+        torch.version.hip is None
+        and torch.backends.cudnn.is_available()
+        and hasattr(torch.ops.aten, "_cudnn_attention_forward")
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )

@@ -11,6 +11,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
+from vime_megatron.model.recompute import offer
+
 
 class RMSNorm(torch.nn.Module):
     """``x / rms(x) * weight`` over the last axis, statistics in float32 (arXiv 1910.07467).
@@ -19,7 +21,12 @@ class RMSNorm(torch.nn.Module):
         config: Megatron's configuration: type of the weight and sequence parallelism.
         hidden_size: Width of the last axis.
         eps: Added to the mean square.
+
+    Attributes:
+        selective: Send a recipe with the result, so that its consumer need not keep it.
     """
+
+    selective: bool = False
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         """Create the weight, filled with ones."""
@@ -31,4 +38,8 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` ``[..., hidden_size]``."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        normed = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self.selective:
+            return normed
+        kept, weight = x.detach(), self.weight.detach()
+        return offer(normed, lambda: F.rms_norm(kept, weight.shape, weight, self.eps))

@@ -19,8 +19,10 @@ from torch.nn import functional as F
 from vime_megatron.config import TrainerConfig
 from vime_megatron.families.mapping import padded_vocab
 from vime_megatron.families.shape import ModelShape
+from vime_megatron.kernels import PLAIN, Kernels
 from vime_megatron.model.attention import StackedSelfAttention
 from vime_megatron.model.core_attention import CoreAttention
+from vime_megatron.model.mlp import GatedMLP
 from vime_megatron.model.norm import RMSNorm
 from vime_megatron.model.packing import PackedTokens
 
@@ -111,6 +113,7 @@ def build_policy(
     config: TrainerConfig,
     *,
     core_attention: CoreAttention,
+    kernels: Kernels = PLAIN,
     first_stage: bool = True,
     last_stage: bool = True,
 ) -> PolicyModel:
@@ -120,6 +123,7 @@ def build_policy(
         shape: The model.
         config: The trainer's settings.
         core_attention: The attention inside documents.
+        kernels: The steps between the matrix products.
         first_stage: This pipeline stage holds the embedding.
         last_stage: This pipeline stage holds the final norm and the output projection.
 
@@ -133,8 +137,9 @@ def build_policy(
     layer.submodules.self_attention = ModuleSpec(
         module=StackedSelfAttention, params={"core_attention": core_attention, "qk_norm": shape.qk_norm}
     )
+    layer.submodules.mlp = GatedMLP
     count = get_num_layers_to_build(megatron)
-    return PolicyModel(
+    model = PolicyModel(
         config=megatron,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm),
         vocab_size=padded_vocab(shape, config.tensor_parallel),
@@ -144,3 +149,14 @@ def build_policy(
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="none",
     )
+    _settle(model, kernels, selective=config.recompute == "selective")
+    return model
+
+
+def _settle(model: PolicyModel, kernels: Kernels, *, selective: bool) -> None:
+    """Hand the trainer's choices to the modules that Megatron has built."""
+    for module in model.modules():
+        if isinstance(module, StackedSelfAttention | GatedMLP):
+            module.kernels = kernels
+        if isinstance(module, RMSNorm | GatedMLP):
+            module.selective = selective

@@ -1,0 +1,118 @@
+"""The memory-bound steps between the matrix products, and which implementation of them runs.
+
+Four steps of a decoder move far more bytes than they compute: the gated activation, the norm and rotation of queries
+and keys, the softmax over the vocabulary and the sum of weight gradients. In plain torch each is a chain of passes over
+its tensors; fused, each input is read once and each output written once.
+
+``plain`` holds them in torch, for any device and type, and is the definition that the others are tested against.
+``layer`` and ``vocab`` hold Triton kernels, which both vendors' compilers take. A trainer chooses once, says which, and
+a choice can be forced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vime_megatron.config import KernelBackend
+from vime_megatron.errors import PlatformError
+from vime_megatron.kernels import plain
+
+if TYPE_CHECKING:
+    from vime_megatron.kernels.plain import QueryKeyValue, VocabGradient, VocabStatistics
+
+HalfTypes = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One implementation of each step; see :mod:`vime_megatron.kernels.plain` for what they compute.
+
+    Attributes:
+        name: What was chosen, for logs and reports.
+        gated_silu: Differentiable ``silu(gate) * up`` of ``[..., 2f]``.
+        query_key_value: Differentiable split, norm and rotation of a stacked projection.
+        vocab_statistics: Softmax statistics of a block of logits.
+        vocab_gradient: Gradient of log-probability and entropy with respect to a block of logits.
+        accumulate: ``sum += a^T b`` in float32.
+    """
+
+    name: str
+    gated_silu: Callable[[Tensor], Tensor]
+    query_key_value: QueryKeyValue
+    vocab_statistics: VocabStatistics
+    vocab_gradient: VocabGradient
+    accumulate: Callable[[Tensor, Tensor, Tensor], None]
+
+
+PLAIN = Kernels(
+    name="torch",
+    gated_silu=plain.gated_silu,
+    query_key_value=plain.query_key_value,
+    vocab_statistics=plain.vocab_statistics,
+    vocab_gradient=plain.vocab_gradient,
+    accumulate=plain.accumulate,
+)
+
+
+def triton_kernels(device: torch.device) -> Kernels:
+    """Return the fused implementation.
+
+    Args:
+        device: Where the tensors are; decides whether the matrix library can add in float32.
+
+    Returns:
+        The Triton kernels.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+    from vime_megatron.kernels import layer, vocab
+
+    wide = device.type == "cuda" and plain.wide_sums_work(device)
+    return Kernels(
+        name="triton, float32 sums inside the matrix product" if wide else "triton",
+        gated_silu=layer.gated_silu,
+        query_key_value=layer.query_key_value,
+        vocab_statistics=vocab.vocab_statistics,
+        vocab_gradient=vocab.vocab_gradient,
+        accumulate=plain.accumulate_wide if wide else plain.accumulate,
+    )
+
+
+def select_kernels(backend: KernelBackend, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """Choose the implementation once.
+
+    Args:
+        backend: What was asked for; ``auto`` takes Triton on a GPU in half precision, else torch.
+        device: Where the model runs.
+        dtype: Type of the activations.
+
+    Returns:
+        The kernels; their ``name`` says which.
+
+    Raises:
+        PlatformError: Triton was asked for (or is needed by ``auto`` on a GPU) and cannot run.
+    """
+    if backend == "torch" or (backend == "auto" and (device.type != "cuda" or dtype not in HalfTypes)):
+        return PLAIN
+    if device.type != "cuda":
+        raise PlatformError(
+            "the Triton kernels cannot run here",
+            seen=str(device),
+            expected="a GPU",
+            fix="use kernels='auto' or 'torch'",
+        )
+    try:
+        return triton_kernels(device)
+    except ImportError as error:
+        raise PlatformError(
+            "Triton is not installed",
+            seen=str(error),
+            expected="the triton that belongs to this torch",
+            fix="install it, or choose the slower path with kernels='torch'",
+        ) from error

@@ -1,0 +1,220 @@
+"""The steps in plain torch: the definition of what the fused kernels compute.
+
+Suffixes: ``t`` tokens, ``f`` width of the feed-forward, ``x`` stacked rows ``[q; k; v]`` of this rank, ``h`` query heads,
+``g`` key/value heads, ``e`` width of a head, ``d`` half of it, ``c`` tokens of a chunk, ``v`` vocabulary rows of this
+rank, ``m`` width of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """How a stacked projection is cut into heads.
+
+    Attributes:
+        heads: Query heads of this rank.
+        groups: Key/value heads of this rank.
+        width: Width of a head.
+        eps: Added to the mean square of the head norms.
+    """
+
+    heads: int
+    groups: int
+    width: int
+    eps: float
+
+
+class QueryKeyValue(Protocol):
+    """Split, norm and rotate."""
+
+    def __call__(
+        self,
+        qkv_tx: Tensor,
+        q_weight_e: Tensor | None,
+        k_weight_e: Tensor | None,
+        cos_td: Tensor,
+        sin_td: Tensor,
+        layout: HeadLayout,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``q_the``, ``k_tge`` and ``v_tge``."""
+
+
+class VocabStatistics(Protocol):
+    """Softmax statistics of this rank's logits."""
+
+    def __call__(self, logits_cv: Tensor, rows_c: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return peak, mass, moment and target; may overwrite the logits."""
+
+
+class VocabGradient(Protocol):
+    """Gradient with respect to this rank's logits."""
+
+    def __call__(
+        self,
+        logits_cv: Tensor,
+        rows_c: Tensor,
+        scale: float,
+        logsum_c: Tensor,
+        entropy_c: Tensor,
+        grad_logprob_c: Tensor,
+        grad_entropy_c: Tensor,
+    ) -> Tensor:
+        """Return the gradient in the logits' type; may overwrite the logits."""
+
+
+def gated_silu(x_t2f: Tensor) -> Tensor:
+    """Return ``silu(gate) * up`` (GLU variants, arXiv 2002.05202).
+
+    Args:
+        x_t2f: ``[gate; up]`` along the last axis.
+
+    Returns:
+        ``[..., f]``.
+    """
+    gate, up = x_t2f.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotate(x_the: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
+    """Turn each pair ``(x[i], x[i + e/2])`` by its position's angle (RoFormer, arXiv 2104.09864), in float32.
+
+    Args:
+        x_the: Queries or keys ``[t, h, e]``.
+        cos_td: Cosines of the angles.
+        sin_td: Sines.
+
+    Returns:
+        The rotated tensor, in the type of ``x_the``.
+    """
+    wide = torch.promote_types(x_the.dtype, torch.float32)
+    cos, sin = cos_td[:, None, :].to(wide), sin_td[:, None, :].to(wide)
+    left, right = x_the.to(wide).chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x_the.dtype)
+
+
+def query_key_value(
+    qkv_tx: Tensor,
+    q_weight_e: Tensor | None,
+    k_weight_e: Tensor | None,
+    cos_td: Tensor,
+    sin_td: Tensor,
+    layout: HeadLayout,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut a stacked projection into heads; norm and rotate queries and keys.
+
+    Args:
+        qkv_tx: ``[t, (heads + 2 groups) * width]``.
+        q_weight_e: Weight of the query heads' RMS norm, or ``None`` for no norm.
+        k_weight_e: Weight of the key heads' RMS norm, likewise.
+        cos_td: Cosines of the rotary angles, float32.
+        sin_td: Sines.
+        layout: How to cut.
+
+    Returns:
+        ``q_the``, ``k_tge``, ``v_tge``.
+    """
+    width = layout.width
+    sizes = [layout.heads * width, layout.groups * width, layout.groups * width]
+    q_the, k_tge, v_tge = (x.unflatten(-1, (-1, width)) for x in qkv_tx.split(sizes, dim=-1))
+    if q_weight_e is not None:
+        q_the = F.rms_norm(q_the, (width,), q_weight_e, layout.eps)
+    if k_weight_e is not None:
+        k_tge = F.rms_norm(k_tge, (width,), k_weight_e, layout.eps)
+    return rotate(q_the, cos_td, sin_td), rotate(k_tge, cos_td, sin_td), v_tge
+
+
+def vocab_statistics(logits_cv: Tensor, rows_c: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Reduce each row ``z = scale * logits`` to what its softmax needs, in float32.
+
+    Args:
+        logits_cv: Unscaled logits.
+        rows_c: Column of the target, or -1 where another rank holds it.
+        scale: One over the temperature.
+
+    Returns:
+        ``[c]`` each: ``peak = max z``, ``mass = sum exp(z - peak)``, ``moment = sum exp(z - peak) (z - peak)``, and the
+        target's ``z`` (0 where another rank holds it).
+    """
+    z_cv = logits_cv.float() * scale
+    target_c = z_cv.gather(1, rows_c.clamp(min=0)[:, None]).squeeze(1).where(rows_c >= 0, 0.0)
+    peak_c = z_cv.amax(dim=-1)
+    z_cv.sub_(peak_c[:, None])
+    exp_cv = z_cv.exp()
+    return peak_c, exp_cv.sum(dim=-1), exp_cv.mul_(z_cv).sum(dim=-1), target_c
+
+
+def vocab_gradient(
+    logits_cv: Tensor,
+    rows_c: Tensor,
+    scale: float,
+    logsum_c: Tensor,
+    entropy_c: Tensor,
+    grad_logprob_c: Tensor,
+    grad_entropy_c: Tensor,
+) -> Tensor:
+    """Return the gradient of ``grad_logprob * logprob + grad_entropy * entropy`` with respect to the unscaled logits.
+
+    Args:
+        logits_cv: Unscaled logits, as in the forward pass.
+        rows_c: Column of the target, or -1 where another rank holds it.
+        scale: One over the temperature.
+        logsum_c: ``logsumexp`` of the scaled logits over all ranks.
+        entropy_c: Entropy over all ranks.
+        grad_logprob_c: Incoming gradient of the log-probabilities.
+        grad_entropy_c: Incoming gradient of the entropies.
+
+    Returns:
+        ``[c, v]`` in the logits' type.
+    """
+    logp_cv = logits_cv.float().mul(scale).sub_(logsum_c[:, None])
+    p_cv = logp_cv.exp()
+    # -p (g_logprob + g_entropy (log p + H)), then + g_logprob at the target
+    factor_cv = logp_cv.add_(entropy_c[:, None]).mul_(grad_entropy_c[:, None]).add_(grad_logprob_c[:, None])
+    grad_cv = p_cv.mul_(factor_cv).neg_()
+    at_target_c = grad_logprob_c.where(rows_c >= 0, 0.0)
+    grad_cv.scatter_add_(1, rows_c.clamp(min=0)[:, None], at_target_c[:, None])
+    return grad_cv.mul_(scale).to(logits_cv.dtype)
+
+
+def accumulate(sum_vm: Tensor, a_cv: Tensor, b_cm: Tensor) -> None:
+    """Add ``a^T b`` to a float32 sum; the product itself is rounded to the factors' type.
+
+    Args:
+        sum_vm: Float32, changed in place.
+        a_cv: First factor.
+        b_cm: Second factor.
+    """
+    sum_vm += a_cv.t() @ b_cm
+
+
+def accumulate_wide(sum_vm: Tensor, a_cv: Tensor, b_cm: Tensor) -> None:
+    """Like :func:`accumulate`, but the matrix library adds into the float32 sum: no rounding, no extra pass."""
+    torch.ops.aten.addmm.dtype_out(sum_vm, a_cv.t(), b_cm, torch.float32, out=sum_vm)
+
+
+def wide_sums_work(device: torch.device) -> bool:
+    """Tell whether this torch can multiply in half precision and add in float32 there, by doing it once.
+
+    Args:
+        device: A GPU.
+
+    Returns:
+        Whether :func:`accumulate_wide` gave the right sum.
+    """
+    if not hasattr(torch.ops.aten.addmm, "dtype_out"):
+        return False
+    sum_vm = torch.ones(64, 64, device=device)
+    factor = torch.eye(64, device=device, dtype=torch.bfloat16)
+    try:
+        accumulate_wide(sum_vm, factor, factor)
+    except RuntimeError:  # the library of this build does not have it
+        return False
+    return bool((sum_vm == 1 + torch.eye(64, device=device)).all())
