@@ -201,19 +201,109 @@ def copy(record: Record, shape: str, work: Path, *, trainer_on: int, engine_on: 
         stop.set()
         for thread in threads:
             thread.join(60)
-        _change(record, trainer, server, lambda v: (publisher.stage(v), session.update(v)), version)
+        _change(record, server, lambda v, seed: (trainer.fill(seed), publisher.stage(v), session.update(v)), version)
         session.close()
         publisher.close()
 
 
-def _change(record: Record, trainer: Trainer, server: Server, sync: Callable[[int], Any], version: int) -> None:
+def _change(record: Record, server: Server, sync: Callable[[int, int], Any], version: int) -> None:
     """Other weights give other tokens; the first weights give the first tokens again, exactly."""
     seen = []
     for step, seed in enumerate((1, 2, 1)):
-        trainer.fill(seed)
-        sync(version + step)
+        sync(version + step, seed)
         seen.append(server.generate())
     record.note(changed=seen[0] != seen[1], restored_exactly=seen[0] == seen[2])
+
+
+GRAPHS = [
+    "--compilation-config",
+    '{"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}',
+]
+
+
+def _speed(record: Record, server: Server, streams: int = 64, tokens: int = 256) -> None:
+    """Tokens a second of many equal requests; the first round warms up."""
+    rates = []
+    for _ in range(4):
+        started = time.perf_counter()
+        threads = [threading.Thread(target=server.generate, kwargs={"tokens": tokens}) for _ in range(streams)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(300)
+        rates.append(round(streams * tokens / (time.perf_counter() - started), 1))
+    record.note(tokens_per_s=rates[1:], best_tokens_per_s=max(rates[1:]))
+
+
+def _start(shape: str, work: Path, arguments: list[str], memory: str, dtype: str) -> Server:
+    graphs = GRAPHS if torch.cuda.is_available() else ["--enforce-eager"]
+    more = [*graphs, "--max-num-seqs", "64", "--gpu-memory-utilization", memory]
+    return Server(model_folder(shape, work / shape), [*arguments, *more], work=work, dtype=dtype)
+
+
+def plain_speed(record: Record, shape: str, work: Path, *, memory: str) -> None:
+    """An engine with weights of its own, captured graphs on: what the aliased one is compared with."""
+    with _start(shape, work, [*engine_arguments(weights="dummy")], memory, config_of(shape)["dtype"]) as server:
+        record.note(start_seconds=round(server.start_seconds, 1), memory=server.grep("Model loading took"))
+        _speed(record, server)
+
+
+def alias(record: Record, shape: str, work: Path, *, memory: str) -> None:
+    """An engine that runs on the trainer's memory, captured graphs on."""
+    gpu = torch.cuda.is_available()
+    trainer = make_trainer(shape, torch.device("cuda", 0) if gpu else torch.device("cpu"))
+    publisher = Publisher(trainer.source, "ipc" if gpu else "shm", digest="off")
+    publisher.stage(0)
+    manifest = publisher.manifest()
+    path = work / "manifest.json"
+    path.write_text(json.dumps(manifest))
+    before = free_gib()
+    with _start(
+        shape, work, engine_arguments(weights="alias", manifest=path), memory, config_of(shape)["dtype"]
+    ) as server:
+        record.note(start_seconds=round(server.start_seconds, 1), memory=server.grep("Model loading took"))
+        record.note(engine_took_gib=round(before - free_gib(), 2))
+        session = SyncSession([server.url], manifest, deadline_s=60)
+        started = time.perf_counter()
+        session.connect()
+        record.note(connect_ms=round((time.perf_counter() - started) * 1e3, 1), state=session.states()[0])
+        version = 1
+        modes: tuple[DigestMode, ...] = ("off", "full")
+        for mode in modes:
+            publisher.digest = mode
+            version = _writes(record, f"idle, digest {mode}", publisher, session, version, 12)
+        publisher.digest = "off"
+        stop = threading.Event()
+        threads = _load(server, stop, 16)
+        time.sleep(2)
+        version = _writes(record, "under load", publisher, session, version, 8)
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+        _change(record, server, lambda v, seed: _write(publisher, session, v, lambda: trainer.fill(seed)), version)
+        _speed(record, server)
+        session.close()
+    publisher.close(force=True)
+
+
+def _write(publisher: Publisher, session: SyncSession, version: int, step: Callable[[], None]) -> SyncReport:
+    with session.writing(version) as written, publisher.writing(version):
+        step()
+    assert written.report is not None
+    return written.report
+
+
+def _writes(record: Record, case: str, publisher: Publisher, session: SyncSession, first: int, times: int) -> int:
+    """Empty writes: what the pause costs by itself."""
+    walls, reports = [], []
+    for version in range(first, first + times):
+        started = time.perf_counter()
+        reports.append(_write(publisher, session, version, lambda: None))
+        walls.append((time.perf_counter() - started) * 1e3)
+    for phase in reports[-1].phases:
+        record.row(f"{case}: {phase}", [r.phases[phase] * 1e3 for r in reports[2:]])
+    record.row(f"{case}: writing block, all of it", walls[2:], bytes=reports[-1].bytes, digest=reports[-1].digest)
+    return first + times
 
 
 def _hf_model(shape: str, folder: Path, device: torch.device) -> torch.nn.Module:
@@ -274,6 +364,8 @@ def main() -> None:
             "tune-peer": lambda: kernel(record, shape, zero, one, sweep=True),
             "copy": lambda: copy(record, shape, work, trainer_on=0, engine_on=0, memory=memory),
             "copy-peer": lambda: copy(record, shape, work, trainer_on=0, engine_on=1, memory=memory),
+            "alias": lambda: alias(record, shape, work, memory=memory),
+            "plain-speed": lambda: plain_speed(record, shape, work, memory=memory),
             "vllm-ipc": lambda: vllm_engine(record, shape, work, backend="ipc", engine_on=0, memory=memory),
             "vllm-nccl": lambda: vllm_engine(record, shape, work, backend="nccl", engine_on=1, memory=memory),
         }

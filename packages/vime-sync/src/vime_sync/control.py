@@ -232,6 +232,15 @@ class ControlBlock:
             )
         return sequence
 
+    def at_rest(self) -> int:
+        """Reader: the version that the buffers hold, or -1 while the publisher writes, or if it is closed."""
+        return -1 if self.closed or int(self._words[2]) % 2 else int(self._words[3])
+
+    @property
+    def sequence(self) -> int:
+        """Reader: the sequence now; it changes with every write."""
+        return int(self._words[2])
+
     def recheck(self, sequence: int, *, where: str) -> None:
         """Reader: fail if anything was written since `check`.
 

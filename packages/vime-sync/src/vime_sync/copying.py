@@ -211,21 +211,24 @@ class CopyProgram:
         ]
         self.mover = Mover(items, device, copier)
 
-    def run(self, *, digest: DigestMode, phase: int) -> list[Digest]:
+    def run(self, *, digest: DigestMode, phase: int, write: bool = True) -> list[Digest]:
         """Copy everything; returns when the last byte has landed.
 
         Args:
             digest: How much to digest.
             phase: The sampling phase.
+            write: False only digests what is live (aliased weights are there already).
 
         Returns:
             One digest a copy; empty when `digest` is off.
         """
+        if not write and digest == "off":
+            return []
         with torch.no_grad():
-            for fill in self.plan.fills:
+            for fill in self.plan.fills if write else ():
                 view = fill.live_view
                 _within(self._into[fill.live], view.shape, view.strides, view.offset).fill_(fill.value)
-        return self.mover.run(digest=digest, phase=phase)
+        return self.mover.run(digest=digest, phase=phase, write=write)
 
 
 class SourceDigester:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 PLUGIN = "vime_sync"
 
 
-def engine_arguments(*, weights: Literal["checkpoint", "dummy"] = "checkpoint") -> list[str]:
+def engine_arguments(
+    *, weights: Literal["checkpoint", "dummy", "alias", "auto"] = "checkpoint", manifest: Path | str = ""
+) -> list[str]:
     """Command-line arguments for ``vllm serve`` (or ``python -m vllm.entrypoints.openai.api_server``).
 
     Args:
         weights: ``"checkpoint"`` reads the model folder; ``"dummy"`` starts with random weights, for a trainer that
-            sends its own before the first request.
+            sends its own before the first request. ``"alias"`` runs on the trainer's memory (`vime_sync.aliasing`) or
+            does not start; ``"auto"`` does so where the layout allows it, and starts like ``"dummy"`` where not.
+        manifest: For the last two: the file that holds the trainer's merged manifest as JSON.
 
     Returns:
         The arguments.
@@ -28,8 +33,9 @@ def engine_arguments(*, weights: Literal["checkpoint", "dummy"] = "checkpoint") 
         "--worker-extension-cls",
         "vime_sync.vllm_plugin.worker.SyncWorker",
     ]
-    if weights == "dummy":
-        arguments += ["--model-loader-extra-config", json.dumps({"weights": "dummy"})]
+    if weights != "checkpoint":
+        options = {"weights": weights} | ({"manifest": str(Path(manifest).resolve())} if manifest else {})
+        arguments += ["--model-loader-extra-config", json.dumps(options)]
     return arguments
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -11,6 +11,9 @@ from vime_sync.errors import UnplannableError
 from vime_sync.layout import CheckpointTensor
 from vime_sync.plan import LiveTensor, Plan, build_plan
 from vime_sync.record import record_loaders
+
+if TYPE_CHECKING:
+    from vime_sync.aliasing import AliasBinding
 
 
 class Model(Protocol):
@@ -31,6 +34,9 @@ class Model(Protocol):
 
     def asleep(self) -> str:
         """Why the weights are not in memory now (sleep mode), or empty."""
+
+    def alias(self) -> AliasBinding | None:
+        """The trainer's memory that the weights are, if they are (`vime_sync.aliasing`)."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """The model's own loaders."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
+import torch
+
+from vime_sync.aliasing import lease_holders
 from vime_sync.control import ControlBlock, segment_name, sweep
 from vime_sync.copying import SourceDigester
 from vime_sync.digest import DigestMode
-from vime_sync.errors import VersionConflictError
+from vime_sync.errors import AliasError, StaleSourceError, VersionConflictError
 from vime_sync.manifest import Manifest, describe
 from vime_sync.process import identity
 from vime_sync.source import WeightSource
@@ -45,6 +50,7 @@ class Publisher:
         self._control = ControlBlock(segment_name(), sum(len(tensor.pieces) for tensor in source.tensors), create=True)
         self._digester = SourceDigester(source)
         self._identity = secrets.token_hex(8)
+        self._places = {name: _place(buffer) for name, buffer in source.buffers.items()}
 
     def manifest(self) -> Manifest:
         """This rank's manifest (JSON only)."""
@@ -69,6 +75,14 @@ class Publisher:
         Raises:
             VersionConflictError: If the version is older than what was staged before.
         """
+        self._check_version(version)
+        self._check_buffers()
+        self._control.begin()
+        self._exporter.flush()
+        self._control.finish(version, self.digest, version, self._digester.run(self.digest, version))
+        self.version = version
+
+    def _check_version(self, version: int) -> None:
         if version < 0 or version < self.version:
             raise VersionConflictError(
                 "versions only rise",
@@ -76,13 +90,55 @@ class Publisher:
                 seen=str(version),
                 expected=f">= {max(self.version, 0)}",
             )
-        self._control.begin()
-        self._exporter.flush()
-        self._control.finish(version, self.digest, version, self._digester.run(self.digest, version))
-        self.version = version
 
-    def close(self) -> None:
-        """Stop publishing; engines refuse further updates from this publisher, and keep the version they serve."""
+    def _check_buffers(self) -> None:
+        for name, buffer in self.source.buffers.items():
+            if _place(buffer) != self._places[name]:
+                raise StaleSourceError(
+                    "a published buffer was moved or offloaded",
+                    where=f"trainer rank {self.source.rank}, buffer {name}",
+                    seen=_place(buffer),
+                    expected=self._places[name],
+                    fix="keep the storage of published buffers; publish again after a move",
+                )
+
+    @contextmanager
+    def writing(self, version: int) -> Iterator[None]:
+        """A block in which the buffers are written; it stages `version` at its end.
+
+        Readers see from its first moment that the buffers are in flux. If the block fails, or the process dies in it,
+        they stay so: nobody takes what is there for a version.
+
+        Args:
+            version: What the buffers hold after the block.
+
+        Raises:
+            VersionConflictError: If the version is older than what was staged before.
+        """
+        self._check_version(version)
+        self._control.begin()
+        yield
+        self.stage(version)
+
+    def close(self, *, force: bool = False) -> None:
+        """Stop publishing; engines refuse further updates from this publisher, and keep the version they serve.
+
+        Args:
+            force: Close although an engine runs on the buffers. It then refuses to serve once this process ends, and
+                must not find other data there before.
+
+        Raises:
+            AliasError: If an engine runs on the buffers: they may not be freed, moved or offloaded.
+        """
+        holders = lease_holders(self._identity)
+        if holders and not force:
+            raise AliasError(
+                "an engine runs on these buffers",
+                where=f"trainer rank {self.source.rank}",
+                seen=f"engine worker processes {holders}",
+                expected="no engine that aliases them",
+                fix="stop those engines first",
+            )
         self._control.close()
         self._exporter.close()
 
@@ -94,4 +150,9 @@ class Publisher:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close."""
-        self.close()
+        self.close(force=kind is not None)
+
+
+def _place(buffer: torch.Tensor) -> str:
+    """Where a buffer's storage is, and how large (empty once it was offloaded in place)."""
+    return f"address {buffer.data_ptr():#x}, {buffer.untyped_storage().nbytes()} bytes"

@@ -31,19 +31,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from vime_sync.agree import Share
-from vime_sync.control import ControlBlock
-from vime_sync.copying import Copier, CopyProgram, choose_copier
+from vime_sync.connection import Connection, Staged, choose_mode, reach
+from vime_sync.copying import CopyProgram, choose_copier
 from vime_sync.digest import Digest
 from vime_sync.errors import (
     AlreadyStartedError,
     AsleepError,
     DigestError,
+    NotPausedError,
     NotStartedError,
     PlanError,
     SecondTrainerError,
@@ -56,41 +56,9 @@ from vime_sync.errors import (
 from vime_sync.manifest import check_manifest
 from vime_sync.messages import integer, text
 from vime_sync.model import Model, plan_model
-from vime_sync.plan import Plan
 from vime_sync.process import is_dead
-from vime_sync.transports import BufferKey, Importer, make_importer
 
 logger = logging.getLogger(__name__)
-
-Mode = Literal["shadow", "undo", "direct"]
-MODES: tuple[Mode, ...] = ("shadow", "undo", "direct")
-
-
-@dataclass
-class _Connection:
-    session: str
-    owner: Any
-    plan: Plan
-    mode: Mode
-    importer: Importer
-    buffers: Mapping[BufferKey, torch.Tensor]
-    controls: Mapping[int, ControlBlock]
-    addresses: Mapping[str, int]
-    pieces: Mapping[str, list[tuple[int, int]]]
-    share: Share
-    copier: Copier
-    program: CopyProgram | None = None
-    undo: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class _Staged:
-    version: int
-    sequences: Mapping[int, int]
-    shadow: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    undo: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    clean: bool = True
-    digest: str = ""
 
 
 class Receiver:
@@ -102,11 +70,13 @@ class Receiver:
         self.version = -1
         self.digest: str = ""
         self.torn: str = ""
-        self._link: _Connection | None = None
-        self._staged: _Staged | None = None
-        self._written: _Staged | None = None
+        self._link: Connection | None = None
+        self._staged: Staged | None = None
+        self._written: Staged | None = None
+        self._opened: Staged | None = None
         self._operations: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-            "state": lambda _: {},
+            "state": self._state,
+            "open": self._open,
             "connect": self._connect,
             "agree": self._agree,
             "stage": self._stage,
@@ -150,12 +120,18 @@ class Receiver:
 
     @property
     def state(self) -> str:
-        """``unconnected``, ``idle``, ``staged`` or ``torn``."""
+        """``unconnected``, ``idle``, ``writing`` (aliased weights), ``staged`` or ``torn``."""
         if self.torn:
             return "torn"
         if self._staged is not None:
             return "staged"
+        if self._opened is not None:
+            return "writing"
         return "unconnected" if self._link is None else "idle"
+
+    def _state(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        binding = self.model.alias()
+        return {"trainers": [] if binding is None else binding.processes}
 
     # -- connect ------------------------------------------------------------------------------------------------------
 
@@ -169,23 +145,19 @@ class Receiver:
         assert isinstance(manifest, dict)
         started = time.perf_counter()
         plan = plan_model(self.model, tensors, cast=bool(message.get("cast")))
-        needed = {(copy.source.rank, copy.source.buffer) for copy in plan.copies}
-        importer = make_importer(manifest["transport"], manifest["sources"], needed, self.model.device)
-        buffers = importer.open()
-        controls = {
-            int(source["rank"]): ControlBlock(
-                source["control"]["segment"], int(source["control"]["pieces"]), create=False
-            )
-            for source in manifest["sources"]
-        }
+        mode = choose_mode(self.model, str(message.get("mode", "auto")))
+        importer, buffers, controls = reach(self.model, plan, manifest)
+        binding = self.model.alias()
+        if binding is not None and self.version < 0:
+            self.version = binding.held_version()  # what the trainer holds is what this engine already serves
         live = self.model.live()
-        if self._link is not None:
+        if self._link is not None and self._link.importer is not importer:
             self._link.importer.close()
-        self._link = _Connection(
+        self._link = Connection(
             session=session,
             owner=message.get("owner"),
             plan=plan,
-            mode=self._choose_mode(str(message.get("mode", "auto"))),
+            mode=mode,
             importer=importer,
             buffers=buffers,
             controls=controls,
@@ -194,7 +166,7 @@ class Receiver:
             share=Share.alone(plan),
             copier=choose_copier(str(message.get("copier", "auto")), self.model.device),
         )
-        self._bind(self._link, manifest)
+        self._link.bind(self.model, manifest)
         reply: dict[str, Any] = {
             "plan": plan.summary(),
             "mode": self._link.mode,
@@ -204,24 +176,6 @@ class Receiver:
         if self.model.world_size > 1:
             reply["slices"] = [[c.tensor, list(c.box.start), list(c.box.shape), list(c.full)] for c in plan.copies]
         return reply
-
-    def _bind(self, link: _Connection, manifest: Mapping[str, Any]) -> None:
-        """Resolve the copies into live memory once, and compile what they need now rather than in a pause."""
-        if link.mode == "shadow":
-            return
-        live = self.model.live()
-        into = {name: live[name].data for name in link.plan.live_names}
-        link.program = CopyProgram(link.plan, link.buffers, into, device=self.model.device, copier=link.copier)
-        for mode in {str(source.get("digest", "full")) for source in manifest["sources"]}:
-            link.program.mover.prepare("off" if mode == "off" else "sampled" if mode == "sampled" else "full")
-
-    def _choose_mode(self, asked: str) -> Mode:
-        if asked == "auto":
-            return "shadow" if self.model.device.type == "cpu" else "direct"
-        for mode in MODES:
-            if asked == mode:
-                return mode
-        raise TransactionError("unknown mode", seen=repr(asked), expected=f"auto, {', '.join(MODES)}")
 
     def _check_owner(self, session: str, *, takeover: bool) -> None:
         link = self._link
@@ -254,7 +208,7 @@ class Receiver:
 
     # -- transaction --------------------------------------------------------------------------------------------------
 
-    def _owned(self, message: Mapping[str, Any]) -> _Connection:
+    def _owned(self, message: Mapping[str, Any]) -> Connection:
         if self._link is None:
             raise NotStartedError(
                 "no trainer is connected", where=f"engine worker {self.model.rank}", fix="call SyncSession.connect()"
@@ -285,11 +239,18 @@ class Receiver:
         sequences = {
             rank: control.check(version, where=f"trainer rank {rank}") for rank, control in link.controls.items()
         }
+        if link.mode == "alias" and (self._opened is None or self._opened.version != version):
+            raise NotPausedError(
+                "aliased weights may only be written while the engine is paused for it",
+                where=f"engine worker {self.model.rank}",
+                seen=f"version {version} without its writing block",
+                fix="train inside `with session.writing(version):`",
+            )
         self._check_awake()
         self._check_addresses(link)
         link.importer.fetch(version)
-        staged = _Staged(version, sequences)
-        reply: dict[str, Any] = {"bytes": link.plan.nbytes}
+        staged = Staged(version, sequences)
+        reply: dict[str, Any] = {"bytes": 0 if link.mode == "alias" else link.plan.nbytes}
         if link.mode == "shadow":
             live = self.model.live()
             staged.shadow = {name: torch.empty_like(live[name]) for name in link.plan.live_names}
@@ -299,7 +260,7 @@ class Receiver:
         self._staged = staged
         return {**reply, "seconds": time.perf_counter() - started}
 
-    def _keep(self, link: _Connection) -> dict[str, torch.Tensor]:
+    def _keep(self, link: Connection) -> dict[str, torch.Tensor]:
         """The live bytes, in host memory that is allocated once and used for every update."""
         live = self.model.live()
         for name in link.plan.live_names:
@@ -311,7 +272,7 @@ class Receiver:
             kept.copy_(now)
         return link.undo
 
-    def _transfer(self, link: _Connection, staged: _Staged, into: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def _transfer(self, link: Connection, staged: Staged, into: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Copy the plan's slices, and compare what landed with what was published."""
         modes = {rank: control.digests() for rank, control in link.controls.items()}
         mode, phase = next((m, p) for m, p, _ in modes.values()) if modes else ("off", 0)
@@ -319,7 +280,7 @@ class Receiver:
             link.plan, link.buffers, into, device=self.model.device, copier=link.copier
         )
         started = time.perf_counter()
-        sums = program.run(digest=mode, phase=phase)
+        sums = program.run(digest=mode, phase=phase, write=link.mode != "alias")
         copied = time.perf_counter() - started
         for rank, control in link.controls.items():
             control.recheck(staged.sequences[rank], where=f"trainer rank {rank}")
@@ -340,7 +301,7 @@ class Receiver:
             "expected": str(sum(expected.values(), Digest())),
         }
 
-    def _check_addresses(self, link: _Connection) -> None:
+    def _check_addresses(self, link: Connection) -> None:
         live = self.model.live()
         for name, address in link.addresses.items():
             if name not in live or live[name].data_ptr() != address:
@@ -379,7 +340,7 @@ class Receiver:
             self.torn = f"version {version} is written here and waits for the engine's other workers"
         return {**reply, "seconds": time.perf_counter() - started}
 
-    def _write(self, link: _Connection, staged: _Staged) -> dict[str, Any]:
+    def _write(self, link: Connection, staged: Staged) -> dict[str, Any]:
         live, reply = self.model.live(), {}
         with torch.no_grad():
             if link.mode == "shadow":
@@ -390,7 +351,7 @@ class Receiver:
             _synchronize(self.model.device)
         return reply
 
-    def _failed(self, staged: _Staged, error: Exception) -> Exception:
+    def _failed(self, staged: Staged, error: Exception) -> Exception:
         """Writing failed: put the old bytes back if they were kept, else be torn; the error to raise."""
         if staged.undo and staged.clean:
             self._restore(staged)
@@ -404,7 +365,7 @@ class Receiver:
             fix="send a whole newer version",
         )
 
-    def _restore(self, staged: _Staged) -> None:
+    def _restore(self, staged: Staged) -> None:
         live = self.model.live()
         with torch.no_grad():
             for name, values in staged.undo.items():
@@ -412,8 +373,9 @@ class Receiver:
         _synchronize(self.model.device)
         self.torn, self._written = "", None
 
-    def _confirmed(self, staged: _Staged) -> None:
+    def _confirmed(self, staged: Staged) -> None:
         self.version, self.digest, self.torn, self._written = staged.version, staged.digest, "", None
+        self._opened = None
 
     def _confirm(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """All workers wrote, and together they wrote what was published."""
@@ -455,8 +417,25 @@ class Receiver:
             )
 
     def _abort(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        self._owned(message)
+        link = self._owned(message)
         self._drop_staged()
+        opened, self._opened = self._opened, None
+        if opened is not None and any(c.sequence != opened.sequences[r] for r, c in link.controls.items()):
+            self.torn = f"the trainer wrote into the aliased weights for version {opened.version} and gave up"
+        return {}
+
+    def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The engine is paused: from here until the commit the trainer may write what this engine aliases."""
+        link = self._owned(message)
+        version = integer(message, "version")
+        if link.mode != "alias":
+            raise TransactionError("nothing is aliased here", where=f"engine worker {self.model.rank}")
+        if self._opened is not None:
+            raise AlreadyStartedError("the weights are open already", seen=f"version {self._opened.version}")
+        if version <= self.version:
+            raise VersionConflictError("the version is not newer", seen=str(version), expected=f"> {self.version}")
+        self._check_awake()
+        self._opened = Staged(version, {rank: control.sequence for rank, control in link.controls.items()})
         return {}
 
     def _drop_staged(self) -> None:

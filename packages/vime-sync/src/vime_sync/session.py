@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -64,6 +65,17 @@ class SyncReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON."""
         return asdict(self)
+
+
+@dataclass
+class Writing:
+    """What `SyncSession.writing` yields.
+
+    Attributes:
+        report: The update's report; None until the block has ended.
+    """
+
+    report: SyncReport | None = None
 
 
 class _Engine:
@@ -135,6 +147,7 @@ class SyncSession:
         in_flight: InFlight = "keep",
         cast: bool = False,
         takeover: bool = False,
+        copier: str = "auto",
     ) -> None:
         """Prepare a session; nothing is sent before `connect` (or the first `update`).
 
@@ -142,12 +155,13 @@ class SyncSession:
             engine_urls: Base URLs of the vLLM servers.
             manifest: The merged manifest of all publishing ranks.
             deadline_s: Seconds that any one request may take.
-            mode: ``"auto"``, ``"shadow"``, ``"undo"`` or ``"direct"``; see `vime_sync.receiver`.
+            mode: ``"auto"``, ``"shadow"``, ``"undo"``, ``"direct"`` or ``"alias"``; see `vime_sync.receiver`.
             in_flight: What happens to requests that are being generated at a commit: ``"keep"`` (frozen, then go on
                 with the new weights and a recomputed cache), ``"wait"`` (finished first), ``"abort"``, or ``"paused"``
                 (the caller pauses the engines itself; a running one is refused).
             cast: Allow checkpoint dtypes that differ from the engines'.
             takeover: Replace another trainer's session.
+            copier: ``"auto"``, ``"triton"`` or ``"torch"``; see `vime_sync.copying`.
 
         Raises:
             ManifestError: If the manifest is not whole.
@@ -157,7 +171,7 @@ class SyncSession:
         if not engine_urls or len(set(engine_urls)) != len(engine_urls):
             raise TransactionError("give each engine once", seen=str(list(engine_urls)))
         self._manifest, self._deadline, self._mode = manifest, deadline_s, mode
-        self._in_flight, self._cast, self._takeover = in_flight, cast, takeover
+        self._in_flight, self._cast, self._takeover, self._copier = in_flight, cast, takeover, copier
         self._id = secrets.token_hex(8)
         self._engines = [_Engine(url, deadline_s) for url in engine_urls]
         self._pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="vime-sync")
@@ -190,6 +204,7 @@ class SyncSession:
             "mode": self._mode,
             "cast": self._cast,
             "takeover": self._takeover,
+            "copier": self._copier,
             "deadline_s": self._deadline,
         }
         self._known = True  # from here on an engine may hold this session
@@ -230,6 +245,37 @@ class SyncSession:
         for engine in self._engines:
             engine.version = version
         return self._report(version, time.perf_counter() - started, replies)
+
+    @contextmanager
+    def writing(self, version: int) -> Iterator[Writing]:
+        """A block in which the trainer writes weights that engines alias; `version` is committed at its end.
+
+        Aliasing engines are paused before the block starts and resume after the commit. Other engines serve on, and are
+        updated at the end, so a loop may use the block for both. Every publisher must have staged `version` when the
+        block ends (`Publisher.writing` does).
+
+        Args:
+            version: Greater than any engine's.
+
+        Yields:
+            An object that holds the report once the block has ended.
+
+        Raises:
+            SyncError: By name. If the block fails before the first write the engines go on with what they served;
+                after it, aliasing engines refuse to serve until a whole newer version is committed.
+        """
+        if not self._connected:
+            self.connect()
+        aliased = [engine for engine in self._engines if engine.mode == "alias"]
+        writing, done = Writing(), False
+        try:
+            _raise_first(self._all(lambda e: e.call("open", self._body(e, version)) if e in aliased else {}))
+            yield writing
+            done = True
+        finally:
+            if not done and aliased:
+                self.abort()
+        writing.report = self.update(version)
 
     def _single(self, version: int) -> dict[str, Any]:
         """Both halves in one request."""

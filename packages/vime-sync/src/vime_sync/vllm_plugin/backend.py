@@ -20,9 +20,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from vime_sync.aliasing import AliasBinding
 from vime_sync.errors import EmptyUpdateError, from_wire
 from vime_sync.receiver import Receiver
-from vime_sync.vllm_plugin.loader import ATTRIBUTE
+from vime_sync.vllm_plugin.loader import ALIAS, ATTRIBUTE
 
 
 class VllmModel:
@@ -63,6 +64,10 @@ class VllmModel:
         entries = allocator.pointer_to_data.values() if allocator is not None else ()
         away = sum(1 for entry in entries if entry.is_asleep and entry.tag == "weights")
         return f"{away} allocations of weights are offloaded" if away else ""
+
+    def alias(self) -> AliasBinding | None:
+        """What the load format ``vime`` bound, if it did."""
+        return getattr(self._model, ALIAS, None)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """The model's own loaders, under the configuration they expect."""

@@ -13,7 +13,11 @@ uses for layers that must stay plain), so that CPU engines run the same planned 
 from __future__ import annotations
 
 import copy
+import json
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +27,18 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.platforms import current_platform
 
+from vime_sync.aliasing import AliasMap, bind
 from vime_sync.digest import digest_box
-from vime_sync.errors import SyncError
+from vime_sync.errors import AliasError, SyncError
 from vime_sync.layout import whole
 
 #: Where the loader leaves its findings on the model.
 ATTRIBUTE = "vime_sync_obstacles"
+#: Where the loader leaves the binding of aliased weights on the model.
+ALIAS = "vime_sync_alias"
 _INNER = {"checkpoint": ("auto", DefaultModelLoader), "dummy": ("dummy", DummyModelLoader)}
+_ALIASED = ("alias", "auto")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,37 @@ class _Fingerprint:
         return cls(data.data_ptr(), shape, tuple(data.stride()), data.dtype, tuple(content))
 
 
+class _Unloaded:
+    """A model whose parameters were created and not loaded: nothing is known to stand in the way yet."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model: Any = model
+        self.device = next(model.parameters()).device
+
+    def live(self) -> dict[str, torch.Tensor]:
+        return {
+            **{n: p.data for n, p in self._model.named_parameters(remove_duplicate=False)},
+            **{n: b for n, b in self._model.named_buffers(remove_duplicate=False) if b is not None},
+        }
+
+    def required(self) -> set[str]:
+        return {n for n, _ in self._model.named_parameters(remove_duplicate=False)}
+
+    def obstacles(self) -> dict[str, str]:
+        return {}
+
+    def asleep(self) -> str:
+        return ""
+
+    def alias(self) -> None:
+        return None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        return self._model.load_weights(weights)
+
+
 class VimeModelLoader(BaseModelLoader):
     """See the module's text. ``--model-loader-extra-config '{"weights": "dummy"}'`` skips reading a checkpoint."""
 
@@ -56,13 +96,15 @@ class VimeModelLoader(BaseModelLoader):
         super().__init__(load_config)
         extra: Any = load_config.model_loader_extra_config or {}
         kind = extra.get("weights", "checkpoint") if isinstance(extra, dict) else None
-        if kind not in _INNER or set(extra) - {"weights"}:
+        aliased = kind in _ALIASED and isinstance(extra.get("manifest"), str)
+        if not aliased and (kind not in _INNER or set(extra) - {"weights"}):
             raise SyncError(
                 "unknown options of the load format vime",
                 seen=repr(extra),
-                expected='{"weights": "checkpoint"} or {"weights": "dummy"}',
+                expected='{"weights": "checkpoint" | "dummy"} or {"weights": "alias" | "auto", "manifest": PATH}',
             )
-        load_format, loader = _INNER[kind]
+        self._kind, self._manifest = str(kind), Path(extra["manifest"]) if aliased else Path()
+        load_format, loader = _INNER["dummy" if aliased else self._kind]
         inner = copy.copy(load_config)
         inner.load_format = load_format
         inner.model_loader_extra_config = {}
@@ -75,8 +117,9 @@ class VimeModelLoader(BaseModelLoader):
         self._inner.download_model(model_config)
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Load as the inner loader does, then take fingerprints."""
-        self._inner.load_weights(model, model_config)
+        """Load as the inner loader does (or alias), then take fingerprints."""
+        if self._kind not in _ALIASED or not self._alias(model):
+            self._inner.load_weights(model, model_config)
         if current_platform.is_cpu():
             _keep_plain(model)
         self._before = {name: _Fingerprint.of(name, p) for name, p in model.named_parameters()}
@@ -87,8 +130,36 @@ class VimeModelLoader(BaseModelLoader):
         model: torch.nn.Module = super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         if current_platform.is_cpu():
             _drop_packed_heads(model)
-        setattr(model, ATTRIBUTE, self._obstacles(model))
+        obstacles = self._obstacles(model)
+        if getattr(model, ALIAS, None) is not None and obstacles:
+            AliasMap({}, obstacles).require()
+        setattr(model, ATTRIBUTE, obstacles)
         return model
+
+    def _alias(self, model: torch.nn.Module) -> bool:
+        """Make the parameters views of the trainer's memory; whether that was done.
+
+        Raises:
+            AliasError: If it cannot be done and nothing else was allowed.
+        """
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        by_address: dict[int, list[torch.nn.Parameter]] = {}
+        for parameter in parameters.values():
+            by_address.setdefault(parameter.data_ptr(), []).append(parameter)
+
+        def assign(name: str, view: torch.Tensor) -> None:
+            for parameter in by_address[parameters[name].data_ptr()]:
+                parameter.data = view
+
+        try:
+            binding = bind(_Unloaded(model), json.loads(self._manifest.read_text()), assign)
+        except AliasError:
+            if self._kind == "alias":
+                raise
+            logger.warning("vime-sync: the weights are not aliased", exc_info=True)
+            return False
+        setattr(model, ALIAS, binding)
+        return True
 
     def _obstacles(self, model: torch.nn.Module) -> dict[str, str]:
         after = {name: _Fingerprint.of(name, p) for name, p in model.named_parameters()}

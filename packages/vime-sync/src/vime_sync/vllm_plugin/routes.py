@@ -7,6 +7,7 @@ update costs one round trip.
 =============  ===========================================================================================
 ``state``      what the engine serves (GET)
 ``connect``    plan on every worker; divide the digest among them
+``open``       pause, so that a trainer may write the weights that this engine aliases
 ``stage``      bytes ready on every worker, verified; nothing that is served has changed
 ``commit``     pause if needed, write, drop caches, publish the version, resume
 ``update``     ``stage`` and ``commit`` in one call
@@ -43,6 +44,7 @@ from vime_sync.errors import (
 from vime_sync.messages import integer, seconds
 from vime_sync.vllm_plugin.control import EngineControl
 from vime_sync.vllm_plugin.guard import ServeGuard
+from vime_sync.vllm_plugin.watch import watch_trainers
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +62,15 @@ class SyncServer:
         #: Why the engine may not serve, or empty, as of the last finished operation; `ServeGuard` reads it.
         self.refusal = ""
         self.torn = ""
+        #: Who opened aliased weights for writing, and in which session.
+        self.opened_by: Any = None
+        self.session = ""
+        self._owner: Any = None
+        self._condemned = ""
         self._busy = ""
         self._held = False
+        self._fresh = False
+        self._paused_at = 0.0
 
     async def handle(self, operation: str, body: Any) -> dict[str, Any]:
         """Run one operation.
@@ -109,16 +118,33 @@ class SyncServer:
             return await self._commit(body, deadline)
         if operation == "update":
             return await self._update(body, deadline)
+        if operation == "open":
+            return await self._open(body, deadline)
+        if operation == "abort":
+            return self._one(await self._abort(body))
         return self._one(await self._ask(operation, body, deadline))
 
     async def _ask(self, operation: str, body: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
         """Ask every worker; raise the first refusal."""
         replies = await self.engine.workers({**body, "op": operation}, deadline)
-        self.torn = next((r["torn"] for r in replies if r.get("torn")), "") or self._split(operation, replies)
+        self._judge(replies, operation)
         for reply in replies:
             if not reply.get("ok"):
                 raise from_wire(reply)
         return replies
+
+    def _judge(self, replies: list[dict[str, Any]], operation: str) -> None:
+        torn = next((r["torn"] for r in replies if r.get("torn")), "")
+        self.torn = self._condemned or torn or self._split(operation, replies)
+
+    async def condemn(self, reason: str) -> None:
+        """Never serve again: what the weights are made of is gone.
+
+        Args:
+            reason: What every request is told.
+        """
+        self._condemned = self.torn = self.refusal = reason
+        await self.engine.pause("abort")
 
     @staticmethod
     def _split(operation: str, replies: list[dict[str, Any]]) -> str:
@@ -142,6 +168,9 @@ class SyncServer:
 
     async def _connect(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
         replies = await self._ask("connect", body, deadline)
+        self._owner, self.session = body.get("owner"), str(body.get("session"))
+        if replies[0]["mode"] == "alias" and replies[0]["version"] >= 0:
+            await self.engine.publish(str(replies[0]["version"]), drop_caches=False)
         if len(replies) > 1:
             shares = divide({r["rank"]: [tuple(item) for item in r["slices"]] for r in replies})
             await self._ask("agree", {"session": body.get("session"), "shares": shares}, deadline)
@@ -169,17 +198,40 @@ class SyncServer:
                 await self._abort(body)
         return reply
 
-    async def _abort(self, body: dict[str, Any]) -> None:
+    async def _abort(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Drop what is staged; an engine whose workers do not answer has nothing that could be committed either."""
+        replies: list[dict[str, Any]] = []
         try:
-            await self.engine.workers({"op": "abort", "session": body.get("session")}, _PATIENCE_S)
+            replies = await self.engine.workers({"op": "abort", "session": body.get("session")}, _PATIENCE_S)
+            self._judge(replies, "abort")
         except EngineError:
             logger.exception("vime-sync: an abort was not answered")
+        if self.opened_by is not None and replies:
+            self.opened_by = None
+            if self._held and not self.torn:
+                self._held = False
+                await self.engine.resume()
+        return replies
+
+    async def _open(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
+        """Pause, so that the trainer may write what this engine aliases; the commit resumes."""
+        phases: dict[str, float] = {}
+        self._paused_at = time.perf_counter()
+        fresh, resume = await self._pause(body.get("in_flight", "keep"), phases)
+        done = False
+        try:
+            replies = await self._ask("open", body, deadline)
+            done = True
+        finally:
+            if not done and resume and not self.torn:
+                await self.engine.resume()
+        self.opened_by, self._held, self._fresh = self._owner or {}, resume, fresh
+        return {**self._one(replies), "phases": phases}
 
     async def _commit(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
         phases: dict[str, float] = {}
         version = integer(body, "version")
-        paused = time.perf_counter()
+        paused = time.perf_counter() if self.opened_by is None else self._paused_at
         fresh, resume = await self._pause(body.get("in_flight", "keep"), phases)
         try:
             with _timed(phases, "commit"):
@@ -195,7 +247,7 @@ class SyncServer:
             raise
         finally:
             # After a failed write the engine stays paused: nothing half new is ever sampled from.
-            self._held = bool(self.torn) and resume
+            self._held, self.opened_by = bool(self.torn) and resume, None
             if resume and not self.torn:
                 with _timed(phases, "resume"):
                     await self.engine.resume()
@@ -231,7 +283,8 @@ class SyncServer:
     async def _pause(self, mode: Any, phases: dict[str, float]) -> tuple[bool, bool]:
         """Pause unless that is done already: whether it was done now, and whether to resume after a success."""
         if await self.engine.is_paused():
-            return False, self._held
+            fresh, self._fresh = self._fresh, False
+            return fresh, self._held
         if mode not in PAUSE_MODES:
             raise NotPausedError(
                 "the engine is generating",
@@ -318,7 +371,7 @@ class SyncEndpoints:
             router.add_api_route(f"/{operation}", endpoint, methods=[method], name=f"vime_{operation}")
 
         route("state", "GET")
-        for operation in ("connect", "stage", "commit", "update", "abort", "disconnect"):
+        for operation in ("connect", "open", "stage", "commit", "update", "abort", "disconnect"):
             route(operation, "POST")
         app.include_router(router)
         app.add_middleware(ServeGuard, state=app.state)
@@ -326,3 +379,5 @@ class SyncEndpoints:
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Keep the engine's client for the routes."""
         state.vime_sync = SyncServer(EngineControl(engine_client))
+        if engine_client is not None:
+            state.vime_sync_watch = asyncio.create_task(watch_trainers(state.vime_sync))

@@ -1,0 +1,151 @@
+"""What a receiver keeps of a connected trainer, and of an update on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from vime_sync.agree import Share
+from vime_sync.control import ControlBlock
+from vime_sync.copying import Copier, CopyProgram
+from vime_sync.digest import DigestMode
+from vime_sync.errors import AliasError, TransactionError
+from vime_sync.model import Model
+from vime_sync.plan import Plan
+from vime_sync.transports import BufferKey, Importer, make_importer
+
+Mode = Literal["shadow", "undo", "direct", "alias"]
+MODES: tuple[Mode, ...] = ("shadow", "undo", "direct", "alias")
+
+
+@dataclass
+class Connection:
+    """A connected trainer.
+
+    Attributes:
+        session: The controller's session.
+        owner: The controller's process.
+        plan: Where every slice goes.
+        mode: How a commit writes; see `vime_sync.receiver`.
+        importer: Brings the bytes here.
+        buffers: The trainer's buffers, as the importer presents them.
+        controls: Each trainer rank's control block.
+        addresses: Where each live tensor was when the plan was made.
+        pieces: For each checkpoint tensor the (rank, index) of its published digests.
+        share: What this worker vouches for.
+        copier: How slices are moved.
+        program: The copies into live memory, resolved once; None where each update has a target of its own.
+        undo: Host memory for the old bytes (mode ``undo``).
+    """
+
+    session: str
+    owner: Any
+    plan: Plan
+    mode: Mode
+    importer: Importer
+    buffers: Mapping[BufferKey, torch.Tensor]
+    controls: Mapping[int, ControlBlock]
+    addresses: Mapping[str, int]
+    pieces: Mapping[str, list[tuple[int, int]]]
+    share: Share
+    copier: Copier
+    program: CopyProgram | None = None
+    undo: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def bind(self, model: Model, manifest: Mapping[str, Any]) -> None:
+        """Resolve the copies into live memory once, and compile what they need now rather than in a pause."""
+        if self.mode == "shadow":
+            return
+        live = model.live()
+        into = {name: live[name].data for name in self.plan.live_names}
+        self.program = CopyProgram(self.plan, self.buffers, into, device=model.device, copier=self.copier)
+        for mode in {str(source.get("digest", "full")) for source in manifest["sources"]}:
+            digest: DigestMode = "off" if mode == "off" else "sampled" if mode == "sampled" else "full"
+            self.program.mover.prepare(digest, write=self.mode != "alias")
+
+
+@dataclass
+class Staged:
+    """An update on its way.
+
+    Attributes:
+        version: Where it leads.
+        sequences: Each control block's sequence when it was checked.
+        shadow: The new bytes (mode ``shadow``).
+        undo: The old bytes (mode ``undo``).
+        clean: Whether the live bytes were a whole version before it.
+        digest: What was written.
+    """
+
+    version: int
+    sequences: Mapping[int, int]
+    shadow: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    undo: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    clean: bool = True
+    digest: str = ""
+
+
+def reach(
+    model: Model, plan: Plan, manifest: dict[str, Any]
+) -> tuple[Importer, Mapping[BufferKey, torch.Tensor], Mapping[int, ControlBlock]]:
+    """The trainer's buffers and control blocks: an aliased engine has them, others map them now.
+
+    Args:
+        model: The engine's model.
+        plan: What will be read.
+        manifest: A checked manifest.
+
+    Returns:
+        The importer, its buffers, and a control block a rank.
+
+    Raises:
+        AliasError: If the engine runs on other memory than the manifest's.
+        TransportError: If the trainer cannot be reached.
+    """
+    binding = model.alias()
+    if binding is not None:
+        binding.require(manifest)
+        binding.check(plan, model.live())
+        return binding.importer, binding.buffers, binding.controls
+    needed = {(copy.source.rank, copy.source.buffer) for copy in plan.copies}
+    importer = make_importer(manifest["transport"], manifest["sources"], needed, model.device)
+    controls = {
+        int(source["rank"]): ControlBlock(source["control"]["segment"], int(source["control"]["pieces"]), create=False)
+        for source in manifest["sources"]
+    }
+    return importer, importer.open(), controls
+
+
+def choose_mode(model: Model, asked: str) -> Mode:
+    """Decide how a commit writes.
+
+    Args:
+        model: The engine's model.
+        asked: ``"auto"`` or one of `MODES`.
+
+    Returns:
+        ``alias`` for an engine that was started so; otherwise what was asked, and for ``auto`` a shadow on a CPU and a
+        direct copy on a GPU.
+
+    Raises:
+        AliasError: If aliasing was asked of an engine of the other kind.
+        TransactionError: If the name is unknown.
+    """
+    aliased = model.alias() is not None
+    if asked not in ("auto", *MODES):
+        raise TransactionError("unknown mode", seen=repr(asked), expected=f"auto, {', '.join(MODES)}")
+    if asked != "auto" and aliased != (asked == "alias"):
+        raise AliasError(
+            "an engine is aliased from its start, or never",
+            where=f"engine worker {model.rank}",
+            seen=f"mode {asked!r}, weights {'aliased' if aliased else 'of its own'}",
+            fix='start the engine with engine_arguments(weights="alias", manifest=PATH)',
+        )
+    if aliased:
+        return "alias"
+    if asked == "auto":
+        return "shadow" if model.device.type == "cpu" else "direct"
+    return next(mode for mode in MODES if mode == asked)
