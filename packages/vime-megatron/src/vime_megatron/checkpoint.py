@@ -144,6 +144,7 @@ def _optimizer_slots(trainer: MegatronTrainer) -> Iterator[tuple[str, Tensor, di
 
 def _restore(trainer: MegatronTrainer, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
     device = trainer._platform.device
+    groups_now = [group for _, inner in _inner_optimizers(trainer) for group in inner.param_groups]
     with torch.no_grad():
         for name, param in trainer.params.items():
             param.data.copy_(tensors[f"model.{name}"])
@@ -152,8 +153,9 @@ def _restore(trainer: MegatronTrainer, tensors: dict[str, Tensor], scalars: dict
                 master.data.copy_(tensors[f"{key}.param"])
             state.clear()
             prefix = f"{key}.state."
+            fused = master.is_cuda and any(group.get("fused") for group in groups_now)
             for name in [name for name in tensors if name.startswith(prefix)]:
-                where = torch.device("cpu") if name == prefix + "step" else device
+                where = device if name != prefix + "step" or fused else torch.device("cpu")
                 state[name.removeprefix(prefix)] = tensors[name].clone().to(where)
     groups = iter(scalars["groups"])
     for _, inner in _inner_optimizers(trainer):

@@ -118,9 +118,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden_tm, grad_weight_vm.to(weight_vm.dtype), None, None, None
 
 
-def _reduce(
-    logits_cv: Tensor, targets_c: Tensor, scale: float, shard: VocabShard
-) -> tuple[Tensor, Tensor, Tensor]:
+def _reduce(logits_cv: Tensor, targets_c: Tensor, scale: float, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probability, entropy and log-sum-exp ``[c]`` of each row, over all ranks; may overwrite the logits."""
     columns_c = _columns(targets_c, shard)
     peak_c, mass_c, moment_c, target_c = shard.kernels.vocab_statistics(logits_cv, columns_c, scale)

@@ -74,6 +74,7 @@ def build_optimizer(
         [model],
         use_gloo_process_groups=False,
     )
+    _fuse(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -88,6 +89,37 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return the torch optimisers inside Megatron's wrapper."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in parts if part.optimizer is not None]
+
+
+def optimizer_tensors(optimizer: Any) -> list[Tensor]:
+    """Return what the optimiser keeps on the device: its parameters (float32 masters) and their moments."""
+    found = []
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            for param in group["params"]:
+                found.append(param.data)
+                state = inner.state.get(param, {}).values()
+                found += [value for value in state if isinstance(value, Tensor) and value.device == param.device]
+    return found
+
+
+def _fuse(optimizer: Any) -> None:
+    """Let torch's AdamW update each parameter in one pass over memory on a GPU.
+
+    Megatron builds the plain one when neither TransformerEngine nor Apex is installed, and has no setting for it.
+    """
+    for inner in inner_optimizers(optimizer):
+        if type(inner) not in (torch.optim.AdamW, torch.optim.Adam):
+            continue
+        for group in inner.param_groups:
+            if all(param.is_cuda for param in group["params"]):
+                group.update(fused=True, foreach=False)
 
 
 def gradient_buffers(model: DistributedDataParallel) -> list[Any]:

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from vime_megatron.batch import BatchPlan, TokenLoss, TrainSequence, check_batch, plan_batch
 from vime_megatron.config import TrainerConfig
+from vime_megatron.errors import TrainerError
 from vime_megatron.families import load_family
 from vime_megatron.families.mapping import checkpoint_names, placements
+from vime_megatron.offload import MOVABLE, Movable, MoveReport, Parking
 from vime_megatron.platform import select_platform
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from vime_megatron.kernels import Kernels
     from vime_megatron.logprobs import VocabShard
     from vime_megatron.microbatch import MicroBatch
+    from vime_megatron.model.core_attention import CoreAttention
 
 _log = logging.getLogger(__name__)
 
@@ -100,15 +103,15 @@ class MegatronTrainer:
         self._family, self.shape = load_family(config.model)
         self.max_length = config.max_sequence_length or self.shape.max_positions
         self._platform = select_platform(config.device, device_index)
+        self._parking = Parking(self._platform.device)
+        self._source_given = False
         with self._platform.active():
             self._build(rank, world_size, init_method)
 
     def _build(self, rank: int, world_size: int, init_method: str | None) -> None:
-        from vime_megatron.forward import Forward
         from vime_megatron.kernels import select_kernels
         from vime_megatron.model.core_attention import choose_attention, select_core_attention
-        from vime_megatron.model.packing import inverse_frequencies
-        from vime_megatron.model.policy import DTYPES, build_policy
+        from vime_megatron.model.policy import DTYPES
         from vime_megatron.parallel import connect
 
         config, shape, platform = self.config, self.shape, self._platform
@@ -120,13 +123,24 @@ class MegatronTrainer:
         self.topology = connect(
             config, shape, rank=rank, world_size=world_size, init_method=init_method, backend=platform.backend
         )
-        platform.seed(config.seed)
-        layout = self.topology.layout
+        try:
+            self._build_model(select_core_attention(attention, platform.device, dtype), kernels, dtype)
+        except BaseException:
+            self.topology.close()  # a trainer that could not be built does not hold the process's groups
+            raise
+
+    def _build_model(self, core: CoreAttention, kernels: Kernels, dtype: torch.dtype) -> None:
+        from vime_megatron.forward import Forward
+        from vime_megatron.model.packing import inverse_frequencies
+        from vime_megatron.model.policy import build_policy
+
+        config, shape, layout = self.config, self.shape, self.topology.layout
+        self._platform.seed(config.seed)
         self._frequencies = inverse_frequencies(shape.head_dim, shape.rope_theta)
         self.model = build_policy(
             shape,
             config,
-            core_attention=select_core_attention(attention, platform.device, dtype),
+            core_attention=core,
             kernels=kernels,
             first_stage=layout.first_stage,
             last_stage=layout.last_stage,
@@ -197,6 +211,7 @@ class MegatronTrainer:
         from vime_megatron.optim import check_finite
 
         started = time.perf_counter()
+        self._at_home("step", *MOVABLE)
         with self._platform.active():
             plan = self._plan(sequences)
             self.ddp.zero_grad_buffer()
@@ -232,6 +247,7 @@ class MegatronTrainer:
         Raises:
             BatchError: The batch cannot be used.
         """
+        self._at_home("compute log-probabilities", "weights")
         with self._platform.active():
             plan = self._plan(sequences)
             results = self._forward.score(self._microbatches(sequences, plan, every_token=True), plan.count)
@@ -246,7 +262,76 @@ class MegatronTrainer:
         """
         from vime_megatron.weights.regions import weight_source
 
+        self._at_home("describe the weights", "weights")
+        self._source_given = True
         return weight_source(self._placed, self._buffers, self._slots, rank=self.topology.rank)
+
+    def offload(self, what: Sequence[Movable] = ("gradients", "optimizer")) -> MoveReport:
+        """Make room on the device: move state of this rank to pinned host memory.
+
+        Args:
+            what: Kinds of state. ``gradients`` are dropped (every step starts by clearing them), ``optimizer`` is copied;
+                ``weights`` are copied too, and only while :meth:`source` has not given their addresses out.
+
+        Returns:
+            Bytes moved, bytes that the device's driver reports as freed, and the time.
+
+        Raises:
+            TrainerError: A kind is unknown or away already, or the weights' addresses are in use; nothing was moved.
+        """
+        from vime_megatron.offload import check_kinds
+
+        kinds = check_kinds(what, self._parking.away, leaving=True)
+        if "weights" in kinds and self._source_given:
+            raise TrainerError(
+                "the weights cannot leave the device",
+                seen="source() has given out their addresses",
+                fix="offload gradients and optimizer only",
+            )
+        with self._platform.active():
+            self.optimizer.zero_grad()
+            groups = self._movable()
+            return self._parking.out({kind: groups[kind] for kind in kinds})
+
+    def onload(self, what: Sequence[Movable] | None = None) -> MoveReport:
+        """Bring state back to the device.
+
+        Args:
+            what: Kinds of state; ``None`` brings all that is away.
+
+        Returns:
+            Bytes moved, bytes taken on the device (negative), and the time.
+
+        Raises:
+            TrainerError: A kind is unknown or not away; nothing was moved.
+        """
+        from vime_megatron.offload import check_kinds
+
+        kinds = check_kinds(self._parking.away if what is None else what, self._parking.away, leaving=False)
+        with self._platform.active():
+            return self._parking.back(kinds)
+
+    def _movable(self) -> dict[str, list[Tensor]]:
+        """Collect this rank's state by kind; float32 weights are their own masters and count as weights."""
+        from vime_megatron.optim import gradient_buffers, optimizer_tensors
+
+        return {
+            "gradients": [buffer.grad_data for buffer in gradient_buffers(self.ddp)],
+            "optimizer": [tensor for tensor in optimizer_tensors(self.optimizer) if not self.owns(tensor)],
+            "weights": list(self._buffers.values()),
+        }
+
+    def _at_home(self, action: str, *kinds: str) -> None:
+        """Refuse an action whose state is on the host."""
+        away = [kind for kind in kinds if kind in self._parking.away]
+        if away:
+            raise TrainerError(
+                f"cannot {action}: state is offloaded",
+                where=f"rank {self.topology.rank}",
+                seen=", ".join(away),
+                expected="on the device",
+                fix="call onload() first",
+            )
 
     def save(self, folder: Path | str) -> None:
         """Publish a checkpoint at ``folder``: weights, optimiser, schedule, random state and step counter.
@@ -262,6 +347,7 @@ class MegatronTrainer:
         """
         from vime_megatron.checkpoint import save_checkpoint
 
+        self._at_home("save", "optimizer", "weights")
         with self._platform.active():
             save_checkpoint(self, Path(folder))
 
@@ -276,6 +362,7 @@ class MegatronTrainer:
         """
         from vime_megatron.checkpoint import load_checkpoint
 
+        self._at_home("load", "optimizer", "weights")
         with self._platform.active():
             load_checkpoint(self, Path(folder))
 
@@ -294,6 +381,7 @@ class MegatronTrainer:
         from vime_megatron.checkpoint import publish
         from vime_megatron.weights.writer import copy_companions, gather_tensors, write_tensors
 
+        self._at_home("export", "weights")
         placed = [placements(self._family.rules, self.shape, layout) for layout in self.topology.layouts]
         tensors = gather_tensors(self.params, placed, rank=self.topology.rank, device=self._platform.device)
 

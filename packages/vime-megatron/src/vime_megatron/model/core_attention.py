@@ -73,7 +73,7 @@ def cudnn_attention(q_the: Tensor, k_tge: Tensor, v_tge: Tensor, row: PackedToke
     """Attend with cuDNN's kernel on ragged rows; arguments as :func:`sdpa_attention`."""
     borders, longest = row.borders, row.longest
     out: Any = torch.ops.aten._cudnn_attention_forward(
-        q_the, k_tge, v_tge, None, borders, borders, longest, longest, True, 0.0, True
+        q_the, k_tge, v_tge.contiguous(), None, borders, borders, longest, longest, True, 0.0, True
     )
     return cast("Tensor", out[0])
 
