@@ -111,6 +111,14 @@ async def test_a_cut_sample_is_continued_from_its_own_tokens(encoder):
     assert [r.sampling.max_tokens for r in engine.requests] == [6, 4, 2]
 
 
+async def test_a_sample_that_is_always_cut_is_an_error(encoder):
+    engine = MemoryEngine(cut_after=1)
+    config = {"sampling": SamplingParams(max_tokens=500), "max_context_tokens": 600, "samples_per_prompt": 1}
+    with pytest.raises(RolloutError, match="again and again"):
+        await make_rollout(engine, encoder, **config).run(prompts(1))
+    assert len(engine.requests) == 64
+
+
 async def test_the_context_bounds_the_response(encoder):
     engine = MemoryEngine()
     (group,) = await make_rollout(engine, encoder, max_context_tokens=7).run(prompts(1))

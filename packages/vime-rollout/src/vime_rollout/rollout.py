@@ -227,11 +227,14 @@ async def single_turn(rollout: Rollout, prompt: Prompt, index: int, version: int
             session_id=prompt.group_id if config.sticky_groups else "",
         )
         parts.append(await rollout.engine.generate(request, version=version, deadline_s=config.request_deadline_s))
-        if parts[-1].status is not SampleStatus.ABORTED:
+        if parts[-1].status is not SampleStatus.ABORTED or len(so_far) + len(parts[-1].tokens) >= budget:
             return assemble(rollout, prompt, index, parts)
-        if len(so_far) + len(parts[-1].tokens) >= budget:
-            break
-    return assemble(rollout, prompt, index, parts)
+    raise RolloutError(
+        "sample is cut again and again",
+        where=f"sample {index} of group {prompt.group_id}",
+        seen=f"{len(parts)} parts, {sum(len(part.tokens) for part in parts)} of {budget} tokens",
+        fix="pause with mode keep or wait instead of abort, or abort less often",
+    )
 
 
 def assemble(rollout: Rollout, prompt: Prompt, index: int, parts: Sequence[Generation]) -> Sample:
