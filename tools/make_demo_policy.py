@@ -8,8 +8,8 @@ reasoning-gym's ``chain_sum`` in two stages, through the trainer's own SFT loss:
 1. right answers, until the model can add and subtract;
 2. answers of a careless student: right with probability ``--right``, else off by a small slip.
 
-The result knows the answers but does not commit to them. Everything follows from ``--seed``; the tokenizer is a byte-level
-BPE learnt from the task's own sentences, with digits kept apart. The weights are float32.
+The result knows the answers but does not commit to them. Everything follows from ``--seed``; the tokenizer is a
+byte-level BPE learnt from the task's own sentences, with digits kept apart. The weights are float32.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,

@@ -36,7 +36,9 @@ def write_tensors(folder: Path, tensors: Iterator[tuple[str, Tensor]], *, max_fi
 
     def flush() -> None:
         nonlocal held, size
-        save_file(held, folder / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
+        path = folder / f"part-{len(files)}.safetensors"
+        save_file(held, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # it is written 0600, and another user's engine will read it
         files.append(list(held))
         held, size = {}, 0
 

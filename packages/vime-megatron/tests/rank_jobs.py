@@ -1,0 +1,94 @@
+"""What a rank process does in a test; run by the ``ranks`` fixture with ``ORDER`` set."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+from vime_megatron import MegatronTrainer, OptimizerSettings, TrainerConfig
+
+torch.set_num_threads(1)
+
+
+def _conftest():
+    spec = importlib.util.spec_from_file_location("megatron_conftest", Path(__file__).with_name("conftest.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def policy_loss(logprobs_t, entropy_t, fields):
+    """A loss that uses everything a loss is given."""
+    weight_t = fields["weight"]
+    loss = -(weight_t * (fields["advantage"] * logprobs_t + 0.1 * entropy_t)).sum()
+    return loss, {"entropy": (weight_t * entropy_t).sum(), "tokens": (weight_t > 0).sum()}
+
+
+def _trainer(order, model, settings, optimizer):
+    config = TrainerConfig(
+        model=Path(model),
+        optimizer=OptimizerSettings(**optimizer),
+        **{"dtype": "float32", "timeout_s": 60.0} | settings,
+    )
+    keys = ("rank", "world_size", "init_method")
+    return MegatronTrainer(config, **{key: order[key] for key in keys})
+
+
+def train(order, *, model, settings, optimizer, steps=2, export=None, save=None):
+    """Take steps; return metrics, logprobs of this rank's shard, and optionally export and save."""
+    trainer = _trainer(order, model, settings, optimizer)
+    batch = _conftest().make_batch()
+    metrics = [trainer.step(batch, policy_loss) for _ in range(steps)]
+    if export:
+        trainer.export_hf(export)
+    if save:
+        trainer.save(save)
+        trainer.load(save)
+    result = {
+        "loss": [m.loss for m in metrics],
+        "grad_norm": [m.grad_norm for m in metrics],
+        "entropy": [m.metrics["entropy"] for m in metrics],
+        "tokens": [m.metrics["tokens"] for m in metrics],
+        "logprobs": trainer.logprobs(batch),
+        "pieces": _pieces(trainer),
+    }
+    trainer.close()
+    return result
+
+
+def _pieces(trainer):
+    source = trainer.source()
+    return {
+        tensor.name: [(piece.box.start, source.view(piece.region).clone()) for piece in tensor.pieces]
+        for tensor in source.tensors
+    }
+
+
+def broken_rank(order, *, model, folder):
+    """One rank cannot write its checkpoint file: every rank must say so, and go on."""
+    trainer = _trainer(order, model, {"tensor_parallel": 2}, {"lr": 1e-2})
+    from vime_megatron import CheckpointError
+
+    trainer.save(folder)
+    if order["rank"] == 1:
+        import resource
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+    try:
+        trainer.save(folder)
+        said = ""
+    except CheckpointError as error:
+        said = str(error)
+    trainer.load(folder)
+    trainer.close()
+    if order["rank"] == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return {"said": said}
+
+
+if "ORDER" in globals():
+    given = globals()["ORDER"]
+    torch.save(globals()[given["job"]](given, **given["arguments"]), given["out"])

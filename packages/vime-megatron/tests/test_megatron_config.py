@@ -1,0 +1,46 @@
+"""Settings are checked when they are made, and the error names the setting."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from vime_megatron import OptimizerSettings, TrainerConfig, TrainerError
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"tensor_parallel": 0}, "tensor_parallel"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch"),
+        ({"sequence_parallel": True}, "sequence_parallel"),
+        ({"timeout_s": -1}, "timeout_s"),
+    ],
+)
+def test_trainer_settings(settings, name):
+    with pytest.raises(TrainerError, match=name):
+        TrainerConfig(model="somewhere", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"lr": 0}, "lr"),
+        ({"min_lr": 1.0}, "min_lr"),
+        ({"schedule": "cosine"}, "decay_steps"),
+        ({"schedule": "linear", "decay_steps": 5, "warmup_steps": 5}, "decay_steps"),
+        ({"beta2": 1.0}, "beta2"),
+        ({"clip_grad": -1}, "clip_grad"),
+    ],
+)
+def test_optimizer_settings(settings, name):
+    with pytest.raises(TrainerError, match=name):
+        OptimizerSettings(**settings)
+
+
+def test_settings_are_json_and_errors_survive_pickling():
+    assert json.loads(json.dumps(TrainerConfig(model="m").to_dict()))["optimizer"]["lr"] == 1e-6
+    error = pickle.loads(pickle.dumps(TrainerError("what", where="here", seen="1", expected="2", fix="3")))
+    assert (str(error), error.fix) == ("what (here); seen: 1; expected: 2; fix: 3", "3")

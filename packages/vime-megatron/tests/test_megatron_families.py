@@ -1,0 +1,103 @@
+"""Families: config.json in, a mapping that tiles parameters and covers the checkpoint."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vime_megatron import ModelError
+from vime_megatron.families import load_family
+from vime_megatron.families.mapping import Layout, check_layout, checkpoint_names, padded_vocab, placements
+from vime_megatron.families.qwen3 import RULES
+from vime_megatron.families.shape import ModelShape
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def folder_with(tmp_path, config):
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return tmp_path
+
+
+def test_qwen3_is_read(tmp_path):
+    family, shape = load_family(folder_with(tmp_path, CONFIG | {"rope_parameters": {"rope_theta": 5e5}}))
+    assert family.architecture == "Qwen3ForCausalLM"
+    assert (shape.heads, shape.kv_heads, shape.rope_theta, shape.tied, shape.qk_norm) == (4, 2, 5e5, False, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (CONFIG | {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*Qwen3ForCausalLM"),
+        ({}, "no architectures"),
+        (CONFIG | {"hidden_act": "gelu", "attention_bias": True}, "hidden_act='gelu', attention_bias=True"),
+        (CONFIG | {"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({key: value for key, value in CONFIG.items() if key != "hidden_size"}, "no 'hidden_size'"),
+        ("{broken", "not JSON"),
+        ("[]", "not a JSON object"),
+    ],
+)
+def test_unsupported_models_are_refused_with_the_reason(tmp_path, config, text):
+    with pytest.raises(ModelError, match=text):
+        load_family(folder_with(tmp_path, config))
+
+
+def test_a_missing_folder_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="no such folder"):
+        load_family(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load_family(tmp_path)
+
+
+def test_sizes_that_do_not_divide_are_named():
+    shape = shape_with(tp=1, vocab=61, tied=False, bias=False)
+    with pytest.raises(ModelError, match="key/value heads = 2"):
+        check_layout(shape, tp_size=4, pp_size=1)
+    with pytest.raises(ModelError, match="3 layers"):
+        check_layout(shape, tp_size=1, pp_size=2)
+
+
+def shape_with(*, tp, vocab, tied, bias):
+    return ModelShape(
+        architecture="x", layers=3, hidden=6, ffn=4 * tp, heads=4 * tp, kv_heads=2 * tp, head_dim=2, vocab=vocab,
+        max_positions=8, rope_theta=1.0, norm_eps=1e-6, tied=tied, qk_norm=True, qkv_bias=bias,
+    )  # fmt: skip
+
+
+@given(st.sampled_from([1, 2, 4]), st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 1))
+def test_placements_tile_parameters_and_cover_the_checkpoint(tp, vocab, tied, bias, pipeline):
+    shape = shape_with(tp=tp, vocab=vocab, tied=tied, bias=bias)
+    stages = [(0, 3, True, True)] if not pipeline else [(0, 1, True, False), (1, 2, False, True)]
+    covered: dict[str, torch.Tensor] = {}
+    for tp_rank in range(tp):
+        for first, count, is_first, is_last in stages:
+            layout = Layout(0, tp_rank, tp, first, count, is_first, is_last)
+            filled: dict[str, torch.Tensor] = {}
+            for place in placements(RULES, shape, layout):
+                ends = tuple(stop for _, stop in place.local)
+                rows = max(ends[0], filled[place.param].shape[0]) if place.param in filled else ends[0]
+                grown = torch.zeros((rows, *ends[1:]), dtype=torch.int)
+                if place.param in filled:
+                    grown[: filled[place.param].shape[0]] = filled[place.param]
+                grown[tuple(slice(*span) for span in place.local)] += 1
+                filled[place.param] = grown
+                seen = covered.setdefault(place.name, torch.zeros(place.shape, dtype=torch.bool))
+                seen[tuple(slice(*span) for span in place.box)] = True
+            assert all((count == 1).all() for count in filled.values())
+    assert covered.keys() == checkpoint_names(RULES, shape)
+    assert all(seen.all() for seen in covered.values())
+    assert ("lm_head.weight" in covered) is not tied
+    assert padded_vocab(shape, tp) % tp == 0

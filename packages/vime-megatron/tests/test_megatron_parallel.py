@@ -1,0 +1,72 @@
+"""Layouts give the result of one rank: losses, gradients, weights, logprobs, exports and regions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+# A large eps makes AdamW's update proportional to the gradient, so that equal weights after a step mean equal
+# gradients; with the usual one an update is close to the gradient's sign, and rounding decides it where that is near 0.
+OPTIMIZER = {"lr": 0.3, "eps": 1.0, "clip_grad": 0.5, "weight_decay": 0.1}
+LAYOUTS = {
+    "tp2": (2, {"tensor_parallel": 2}),
+    "dp2": (2, {"max_tokens_per_microbatch": 32}),
+    "dp2-distributed": (2, {}),
+    "tp2-sequence": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def reference(ranks, tiny, tmp_path_factory):
+    """One rank's two steps."""
+    export = tmp_path_factory.mktemp("reference") / "hf"
+    [result] = ranks("train", 1, model=str(tiny), settings={}, optimizer=OPTIMIZER, export=str(export))
+    exported, before = load_file(export / "model.safetensors"), load_file(tiny / "model.safetensors")
+    for name, tensor in exported.items():
+        assert (tensor - before[name]).abs().max() > 1e-3, name  # or the comparison would say little
+    return result | {"export": exported}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_equals_one_rank(ranks, tiny, tmp_path, reference, layout):
+    world, settings = LAYOUTS[layout]
+    optimizer = OPTIMIZER | {"distributed": layout.endswith("distributed")}
+    export, save = str(tmp_path / "hf"), str(tmp_path / "saved")
+    results = ranks("train", world, model=str(tiny), settings=settings, optimizer=optimizer, export=export, save=save)
+    for result in results:
+        for name in ("loss", "grad_norm", "entropy"):
+            assert result[name] == pytest.approx(reference[name], rel=1e-5), name
+        assert result["tokens"] == reference["tokens"]
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert exported.keys() == reference["export"].keys()
+    for name, tensor in exported.items():
+        torch.testing.assert_close(tensor, reference["export"][name], rtol=1e-4, atol=1e-5)
+    shards = [result["logprobs"] for result in results]
+    merged = {index: values for shard in shards for index, values in shard.items()}
+    assert merged.keys() == reference["logprobs"].keys()
+    if "dp2" in layout:
+        assert not shards[0].keys() & shards[1].keys()
+    for index, values in merged.items():
+        torch.testing.assert_close(values, reference["logprobs"][index], rtol=1e-4, atol=2e-4)
+    _check_regions(results, exported)
+
+
+def _check_regions(results, exported):
+    """All ranks' regions together hold every element of every exported tensor, bit for bit."""
+    for name, tensor in exported.items():
+        seen = torch.zeros(tensor.shape, dtype=torch.bool)
+        for result in results:
+            for start, part in result["pieces"].get(name, []):
+                where = tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))
+                assert torch.equal(tensor[where], part), name
+                seen[where] = True
+        assert seen.all(), name
+
+
+def test_a_rank_that_cannot_write_stops_the_save_on_all(ranks, tiny, tmp_path):
+    results = ranks("broken_rank", 2, model=str(tiny), folder=str(tmp_path / "saved"))
+    for result in results:
+        assert "rank 1" in result["said"]
+        assert "stays valid" in result["said"]
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]

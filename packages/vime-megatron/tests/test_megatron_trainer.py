@@ -1,0 +1,133 @@
+"""Steps: exact sums, refused when not finite, the schedule as promised."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from vime_megatron import BatchError, GradientError, MegatronTrainer, TrainerConfig, TrainerError, sft_loss
+
+
+def weights_of(trainer):
+    return {name: param.detach().clone() for name, param in trainer.params.items()}
+
+
+def test_learning_lowers_the_loss(make_trainer, tiny, batch):
+    trainer = make_trainer(tiny)
+    losses = [trainer.step(batch, sft_loss).loss for _ in range(15)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert trainer.state.step == 15
+
+
+@pytest.mark.parametrize("budget", [1, 20, 40, 1000])
+def test_packing_does_not_change_the_result(make_trainer, tiny, batch, budget):
+    optimizer = {"lr": 0.3, "eps": 1.0}
+    whole = make_trainer(tiny, optimizer=optimizer)
+    reference, weights = whole.step(batch, sft_loss), weights_of(whole)
+    trainer = make_trainer(tiny, max_tokens_per_microbatch=budget, logprob_chunk_tokens=3, optimizer=optimizer)
+    found = trainer.step(batch, sft_loss)
+    assert found.loss == pytest.approx(reference.loss, rel=1e-6)
+    assert found.grad_norm == pytest.approx(reference.grad_norm, rel=1e-5)
+    for name, value in weights_of(trainer).items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-6)
+
+
+def test_tokens_of_weight_zero_are_skipped_and_fields_are_aligned(make_trainer, tiny, batch):
+    trainer = make_trainer(tiny)
+    seen = []
+
+    def loss(logprobs_t, entropy_t, fields):
+        seen.append((logprobs_t.detach().clone(), fields["weight"].clone(), fields["advantage"].clone()))
+        return -(fields["weight"] * logprobs_t).sum(), {}
+
+    scores = trainer.logprobs(batch)
+    trainer.step(batch, loss)
+    logprobs, weight, advantage = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    assert (weight > 0).all()
+    masks = [sequence.fields["weight"] > 0 for sequence in batch]
+    wanted = torch.cat([scores[i][mask] for i, mask in enumerate(masks)])
+    torch.testing.assert_close(logprobs.sort().values, wanted.sort().values, rtol=1e-5, atol=1e-5)
+    values = torch.cat([s.fields["advantage"][mask] for s, mask in zip(batch, masks, strict=True)])
+    assert torch.equal(advantage.sort().values, values.sort().values)
+
+
+def test_a_row_without_trained_tokens_adds_nothing(make_trainer, tiny, batch):
+    trainer = make_trainer(tiny, max_tokens_per_microbatch=1)
+    batch[0].fields["weight"].zero_()
+    metrics = trainer.step(batch, sft_loss)
+    assert math.isfinite(metrics.loss)
+
+
+@pytest.mark.parametrize("poison", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_changes_nothing(make_trainer, tiny, batch, poison):
+    trainer = make_trainer(tiny, optimizer={"lr": 1e-2, "warmup_steps": 5})
+    trainer.step(batch, sft_loss)
+    before = weights_of(trainer)
+
+    def broken(logprobs_t, entropy_t, fields):
+        if poison == "loss":
+            return logprobs_t.sum() * float("nan"), {}
+        return (logprobs_t - logprobs_t.detach()).abs().sqrt().sum(), {}  # 0, with an infinite slope
+
+    with pytest.raises(GradientError, match=r"linear_qkv|word_embeddings"):
+        trainer.step(batch, broken)
+    assert all(torch.equal(before[name], value) for name, value in weights_of(trainer).items())
+    assert trainer.state.step == 1
+    again = trainer.step(batch, sft_loss)
+    fresh = make_trainer(tiny, optimizer={"lr": 1e-2, "warmup_steps": 5})
+    fresh.step(batch, sft_loss)
+    undisturbed = fresh.step(batch, sft_loss)
+    assert (again.loss, again.lr, again.grad_norm) == (undisturbed.loss, undisturbed.lr, undisturbed.grad_norm)
+
+
+def test_the_schedule_warms_up_and_falls(make_trainer, tiny, batch):
+    optimizer = {"lr": 1e-3, "min_lr": 1e-4, "schedule": "cosine", "warmup_steps": 2, "decay_steps": 6}
+    trainer = make_trainer(tiny, optimizer=optimizer)
+    rates = [trainer.step(batch, sft_loss).lr for _ in range(7)]
+    middle = [1e-4 + 0.5 * (1 + math.cos(math.pi * k / 4)) * 9e-4 for k in range(1, 4)]
+    assert rates == pytest.approx([5e-4, 1e-3, *middle, 1e-4, 1e-4])
+    constant = make_trainer(tiny, optimizer={"lr": 1e-3})
+    assert [constant.step(batch, sft_loss).lr for _ in range(3)] == pytest.approx([1e-3] * 3)
+
+
+def test_clipping_scales_the_update_but_not_the_reported_norm(make_trainer, tiny, batch):
+    norms = [
+        make_trainer(tiny, optimizer={"lr": 1e-2, "clip_grad": c}).step(batch, sft_loss).grad_norm for c in (0, 1e-3)
+    ]
+    assert norms[0] == pytest.approx(norms[1])
+    assert norms[0] > 1e-3
+
+
+def test_bfloat16_trains_with_float32_masters(make_trainer, tiny, batch):
+    trainer = make_trainer(tiny, dtype="bfloat16", optimizer={"lr": 1e-5})
+    before = trainer.step(batch, sft_loss).loss
+    for _ in range(200):
+        after = trainer.step(batch, sft_loss).loss
+    # the step is far below bf16's resolution of a weight, so only masters can have added it up
+    assert after < before - 1e-3
+
+
+def test_a_loss_that_is_not_a_scalar_is_refused(make_trainer, tiny, batch):
+    with pytest.raises(BatchError, match="not a scalar"):
+        make_trainer(tiny).step(batch, lambda logprobs, entropy, fields: (logprobs, {}))
+
+
+def test_the_limit_on_length_names_the_sequence(make_trainer, tiny, batch):
+    with pytest.raises(BatchError, match=r"sequence 4 of 6.*30 tokens.*at most 20"):
+        make_trainer(tiny, max_sequence_length=20).step(batch, sft_loss)
+
+
+def test_one_trainer_a_process(make_trainer, tiny):
+    make_trainer(tiny)
+    with pytest.raises(TrainerError, match="already has process groups"):
+        MegatronTrainer(TrainerConfig(model=tiny))
+
+
+def test_sizes_must_fit_the_world(tiny):
+    with pytest.raises(TrainerError, match=r"tensor x pipeline x context = 2"):
+        MegatronTrainer(TrainerConfig(model=tiny, tensor_parallel=2))
+    with pytest.raises(TrainerError, match="no rendezvous"):
+        MegatronTrainer(TrainerConfig(model=tiny), world_size=2)
+    with pytest.raises(TrainerError, match="bad rank"):
+        MegatronTrainer(TrainerConfig(model=tiny), rank=1)
