@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 
 from vime_sync.agree import Share
-from vime_sync.control import ControlBlock
+from vime_sync.control import ControlReader
 from vime_sync.copying import Copier, CopyProgram
 from vime_sync.digest import DigestMode
 from vime_sync.errors import AliasError, TransactionError
 from vime_sync.model import Model
 from vime_sync.plan import Plan
-from vime_sync.transports import BufferKey, Importer, make_importer
+from vime_sync.transports import BufferKey, Importer, make_importer, open_control
 
 Mode = Literal["shadow", "undo", "direct", "alias"]
 MODES: tuple[Mode, ...] = ("shadow", "undo", "direct", "alias")
@@ -47,7 +47,7 @@ class Connection:
     mode: Mode
     importer: Importer
     buffers: Mapping[BufferKey, torch.Tensor]
-    controls: Mapping[int, ControlBlock]
+    controls: Mapping[int, ControlReader]
     addresses: Mapping[str, int]
     pieces: Mapping[str, list[tuple[int, int]]]
     share: Share
@@ -90,7 +90,7 @@ class Staged:
 
 def reach(
     model: Model, plan: Plan, manifest: dict[str, Any]
-) -> tuple[Importer, Mapping[BufferKey, torch.Tensor], Mapping[int, ControlBlock]]:
+) -> tuple[Importer, Mapping[BufferKey, torch.Tensor], Mapping[int, ControlReader]]:
     """The trainer's buffers and control blocks: an aliased engine has them, others map them now.
 
     Args:
@@ -112,11 +112,9 @@ def reach(
         return binding.importer, binding.buffers, binding.controls
     needed = {(copy.source.rank, copy.source.buffer) for copy in plan.copies}
     importer = make_importer(manifest["transport"], manifest["sources"], needed, model.device)
-    controls = {
-        int(source["rank"]): ControlBlock(source["control"]["segment"], int(source["control"]["pieces"]), create=False)
-        for source in manifest["sources"]
-    }
-    return importer, importer.open(), controls
+    buffers = importer.open()
+    controls = {int(source["rank"]): open_control(importer, source) for source in manifest["sources"]}
+    return importer, buffers, controls
 
 
 def choose_mode(model: Model, asked: str) -> Mode:

@@ -18,8 +18,10 @@ import mmap
 import os
 import secrets
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +36,7 @@ _HEADER = 8
 _MODES: tuple[DigestMode, ...] = ("off", "sampled", "full")
 SHM = Path("/dev/shm")  # noqa: S108 (POSIX shared memory of Linux, not a temporary file)
 PREFIX = "vime-"
+Words = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Segment:
@@ -71,20 +74,14 @@ class Segment:
                 seen=str(cause),
                 fix="publish again and connect again",
             ) from cause
-        try:
-            if create:
-                self._reserve(fd, path)
-            elif os.fstat(fd).st_size < size:
-                raise StaleSourceError(
-                    "a shared-memory segment is truncated",
-                    where=str(path),
-                    seen=f"{os.fstat(fd).st_size} bytes",
-                    expected=f"{size} bytes",
-                )
-            prot = mmap.PROT_READ | (mmap.PROT_WRITE if create else 0)
-            self._map = mmap.mmap(fd, max(size, 1), flags=mmap.MAP_SHARED, prot=prot)
-        finally:
-            os.close(fd)
+        self._fd = fd
+        weakref.finalize(self, os.close, fd)
+        if create:
+            self._reserve(fd, path)
+        else:
+            self.check_size()
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if create else 0)
+        self._map = mmap.mmap(fd, max(size, 1), flags=mmap.MAP_SHARED, prot=prot)
 
     def _reserve(self, fd: int, path: Path) -> None:
         """Allocate the pages now: a full /dev/shm must be an error here, not a SIGBUS on the first write."""
@@ -99,6 +96,22 @@ class Segment:
                 expected=f"{self.size} bytes",
                 fix="enlarge /dev/shm (docker: --shm-size or --ipc=host)",
             ) from cause
+
+    def check_size(self) -> None:
+        """Reader: fail if the segment has shrunk since it was mapped; reading past its end would kill this process.
+
+        Raises:
+            StaleSourceError: If it is shorter than what was mapped.
+        """
+        size = os.fstat(self._fd).st_size
+        if size < self.size:
+            raise StaleSourceError(
+                "a shared-memory segment is truncated",
+                where=str(SHM / self.name),
+                seen=f"{size} bytes",
+                expected=f"{self.size} bytes",
+                fix="publish again and connect again",
+            )
 
     def tensor(self, dtype: torch.dtype, numel: int, offset: int = 0) -> torch.Tensor:
         """A flat tensor over the mapping (of a read-only one: never write it).
@@ -142,7 +155,105 @@ def sweep() -> int:
     return removed
 
 
-class ControlBlock:
+class ControlReader:
+    """What a reader asks of a control block, wherever its words are kept.
+
+    Attributes:
+        pieces: How many digests it holds.
+    """
+
+    pieces: int
+    _words: Words
+
+    def _load(self, version: int, where: str) -> None:
+        """Bring the words up to date; shared memory is."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the publisher closed."""
+        return bool(self._words[6])
+
+    def check(self, version: int, *, where: str) -> int:
+        """Reader: the sequence, if the buffers hold `version` and are at rest.
+
+        Args:
+            version: The version that must be there.
+            where: For the error: which rank.
+
+        Returns:
+            The sequence; pass it to `recheck` after reading.
+
+        Raises:
+            StaleSourceError: If the publisher closed, is in mid-write or holds another version.
+        """
+        self._load(version, where)
+        sequence, held = int(self._words[2]), int(self._words[3])
+        if self.closed:
+            raise StaleSourceError("the publisher is closed", where=where, fix="publish again and connect again")
+        if sequence % 2:
+            raise StaleSourceError(
+                "the publisher is in the middle of a write",
+                where=where,
+                seen=f"sequence {sequence}",
+                fix="stage() must return on every rank before an update; if that rank died, publish again",
+            )
+        if held != version:
+            raise StaleSourceError(
+                "the publisher holds another version",
+                where=where,
+                seen=str(held),
+                expected=str(version),
+                fix="call stage(version) on every rank before the update",
+            )
+        return sequence
+
+    def at_rest(self) -> int:
+        """Reader: the version that the buffers hold, or -1 while the publisher writes, or if it is closed."""
+        return -1 if self.closed or int(self._words[2]) % 2 else int(self._words[3])
+
+    @property
+    def sequence(self) -> int:
+        """Reader: the sequence now; it changes with every write."""
+        return int(self._words[2])
+
+    def recheck(self, sequence: int, *, where: str) -> None:
+        """Reader: fail if anything was written since `check`.
+
+        Raises:
+            StaleSourceError: If the publisher wrote in between.
+        """
+        self._load(int(self._words[3]), where)
+        if int(self._words[2]) != sequence:
+            raise StaleSourceError(
+                "the publisher wrote while an engine was reading",
+                where=where,
+                seen=f"sequence {int(self._words[2])}",
+                expected=str(sequence),
+                fix="do not stage or train in place before update() has returned",
+            )
+
+    def digests(self) -> tuple[DigestMode, int, list[Digest]]:
+        """Reader: the mode, the phase and the digest of each piece."""
+        flat = [int(v) & ((1 << 64) - 1) for v in self._words[_HEADER:]]
+        pairs = [Digest(a, b) for a, b in zip(flat[::2], flat[1::2], strict=True)]
+        return _MODES[int(self._words[4])], int(self._words[5]), pairs
+
+    def words(self) -> list[int]:
+        """All words, as a transport that cannot share memory carries them."""
+        return [int(word) for word in self._words]
+
+    def _adopt(self, words: Sequence[int], pieces: int, *, where: str) -> None:
+        """Take words that a transport brought.
+
+        Raises:
+            StaleSourceError: If they are not those of a block of so many pieces.
+        """
+        if len(words) != _HEADER + 2 * pieces or words[0] != MAGIC or words[1] != FORMAT or words[7] != pieces:
+            raise StaleSourceError("not the control block that the manifest describes", where=where)
+        self.pieces, self._words = pieces, np.array(words, dtype=np.int64)
+
+
+class ControlBlock(ControlReader):
     """One rank's control block; see the module's text."""
 
     def __init__(self, name: str, pieces: int, *, create: bool) -> None:
@@ -193,71 +304,3 @@ class ControlBlock:
         """Publisher: tell readers that nothing more will come, and remove the name."""
         self._words[6] = 1
         self._segment.close()
-
-    @property
-    def closed(self) -> bool:
-        """Whether the publisher closed."""
-        return bool(self._words[6])
-
-    def check(self, version: int, *, where: str) -> int:
-        """Reader: the sequence, if the buffers hold `version` and are at rest.
-
-        Args:
-            version: The version that must be there.
-            where: For the error: which rank.
-
-        Returns:
-            The sequence; pass it to `recheck` after reading.
-
-        Raises:
-            StaleSourceError: If the publisher closed, is in mid-write or holds another version.
-        """
-        sequence, held = int(self._words[2]), int(self._words[3])
-        if self.closed:
-            raise StaleSourceError("the publisher is closed", where=where, fix="publish again and connect again")
-        if sequence % 2:
-            raise StaleSourceError(
-                "the publisher is in the middle of a write",
-                where=where,
-                seen=f"sequence {sequence}",
-                fix="stage() must return on every rank before an update; if that rank died, publish again",
-            )
-        if held != version:
-            raise StaleSourceError(
-                "the publisher holds another version",
-                where=where,
-                seen=str(held),
-                expected=str(version),
-                fix="call stage(version) on every rank before the update",
-            )
-        return sequence
-
-    def at_rest(self) -> int:
-        """Reader: the version that the buffers hold, or -1 while the publisher writes, or if it is closed."""
-        return -1 if self.closed or int(self._words[2]) % 2 else int(self._words[3])
-
-    @property
-    def sequence(self) -> int:
-        """Reader: the sequence now; it changes with every write."""
-        return int(self._words[2])
-
-    def recheck(self, sequence: int, *, where: str) -> None:
-        """Reader: fail if anything was written since `check`.
-
-        Raises:
-            StaleSourceError: If the publisher wrote in between.
-        """
-        if int(self._words[2]) != sequence:
-            raise StaleSourceError(
-                "the publisher wrote while an engine was reading",
-                where=where,
-                seen=f"sequence {int(self._words[2])}",
-                expected=str(sequence),
-                fix="do not stage or train in place before update() has returned",
-            )
-
-    def digests(self) -> tuple[DigestMode, int, list[Digest]]:
-        """Reader: the mode, the phase and the digest of each piece."""
-        flat = [int(v) & ((1 << 64) - 1) for v in self._words[_HEADER:]]
-        pairs = [Digest(a, b) for a, b in zip(flat[::2], flat[1::2], strict=True)]
-        return _MODES[int(self._words[4])], int(self._words[5]), pairs

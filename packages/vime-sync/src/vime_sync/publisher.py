@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from vime_sync.errors import AliasError, StaleSourceError, VersionConflictError
 from vime_sync.manifest import Manifest, describe
 from vime_sync.process import identity
 from vime_sync.source import WeightSource
-from vime_sync.transports import make_exporter
+from vime_sync.transports import SealsVersions, ServesControl, make_exporter
 
 
 class Publisher:
@@ -32,13 +33,21 @@ class Publisher:
         >>> publisher.stage(1); session.update(1)   # doctest: +SKIP
     """
 
-    def __init__(self, source: WeightSource, transport: str = "shm", *, digest: DigestMode = "full") -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        transport: str = "shm",
+        *,
+        digest: DigestMode = "full",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Export the source's buffers.
 
         Args:
             source: What this rank holds. Its buffers must keep their storage until `close`.
             transport: One of ``vime_sync.transports.EXPORTERS``.
             digest: How much of every version is digested for the engines to verify.
+            options: What the transport needs to know (a folder, an address); see its exporter.
 
         Raises:
             TransportError: If the transport cannot carry the source.
@@ -46,8 +55,10 @@ class Publisher:
         self.source, self.transport, self.digest = source, transport, digest
         self.version = -1
         sweep()
-        self._exporter = make_exporter(transport, source)
+        self._exporter = make_exporter(transport, source, options)
         self._control = ControlBlock(segment_name(), sum(len(tensor.pieces) for tensor in source.tensors), create=True)
+        if isinstance(self._exporter, ServesControl):
+            self._exporter.serve(self._control)
         self._digester = SourceDigester(source)
         self._identity = secrets.token_hex(8)
         self._places = {name: _place(buffer) for name, buffer in source.buffers.items()}
@@ -80,6 +91,8 @@ class Publisher:
         self._control.begin()
         self._exporter.flush()
         self._control.finish(version, self.digest, version, self._digester.run(self.digest, version))
+        if isinstance(self._exporter, SealsVersions):
+            self._exporter.seal(version, self._control)
         self.version = version
 
     def _check_version(self, version: int) -> None:

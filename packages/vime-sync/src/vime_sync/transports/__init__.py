@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from inspect import signature
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from vime_sync.control import ControlBlock, ControlReader
 from vime_sync.errors import TransportError
 from vime_sync.source import WeightSource
 
@@ -45,8 +47,44 @@ class Importer(Protocol):
         """Release the mappings."""
 
 
-EXPORTERS = {"shm": ("vime_sync.transports.shm", "ShmExporter"), "ipc": ("vime_sync.transports.ipc", "IpcExporter")}
-IMPORTERS = {"shm": ("vime_sync.transports.shm", "ShmImporter"), "ipc": ("vime_sync.transports.ipc", "IpcImporter")}
+@runtime_checkable
+class ServesControl(Protocol):
+    """An exporter that also brings the control block to importers, on request."""
+
+    def serve(self, control: ControlReader) -> None:
+        """Called once, when the control block exists."""
+
+
+@runtime_checkable
+class SealsVersions(Protocol):
+    """An exporter that writes a version down, control block included."""
+
+    def seal(self, version: int, control: ControlReader) -> None:
+        """Called last in `Publisher.stage`."""
+
+
+@runtime_checkable
+class CarriesControl(Protocol):
+    """An importer that reaches the control block by its own means, because it may be on another host."""
+
+    def control(self, source: dict[str, Any]) -> ControlReader:
+        """The control block of a source record."""
+
+
+EXPORTERS = {
+    "shm": ("vime_sync.transports.shm", "ShmExporter"),
+    "ipc": ("vime_sync.transports.ipc", "IpcExporter"),
+    "collective": ("vime_sync.transports.collective", "CollectiveExporter"),
+    "disk": ("vime_sync.transports.disk", "DiskExporter"),
+    "delta": ("vime_sync.transports.delta", "DeltaExporter"),
+}
+IMPORTERS = {
+    "shm": ("vime_sync.transports.shm", "ShmImporter"),
+    "ipc": ("vime_sync.transports.ipc", "IpcImporter"),
+    "collective": ("vime_sync.transports.collective", "CollectiveImporter"),
+    "disk": ("vime_sync.transports.disk", "DiskImporter"),
+    "delta": ("vime_sync.transports.delta", "DeltaImporter"),
+}
 
 
 def _lookup(table: Mapping[str, tuple[str, str]], name: str) -> Any:
@@ -56,17 +94,23 @@ def _lookup(table: Mapping[str, tuple[str, str]], name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def make_exporter(name: str, source: WeightSource) -> Exporter:
+def make_exporter(name: str, source: WeightSource, options: Mapping[str, Any] | None = None) -> Exporter:
     """Open the trainer side of a transport.
 
     Args:
         name: A key of `EXPORTERS`.
         source: What to export.
+        options: Keyword arguments of the transport's exporter.
 
     Raises:
-        TransportError: If the name is unknown or the transport cannot carry this source.
+        TransportError: If the name or an option is unknown, or the transport cannot carry this source.
     """
-    exporter: Exporter = _lookup(EXPORTERS, name)(source)
+    kind = _lookup(EXPORTERS, name)
+    try:
+        signature(kind).bind(source, **(options or {}))
+    except TypeError as cause:
+        raise TransportError("wrong options of a transport", where=name, seen=str(cause)) from cause
+    exporter: Exporter = kind(source, **(options or {}))
     return exporter
 
 
@@ -84,3 +128,18 @@ def make_importer(name: str, sources: list[dict[str, Any]], needed: set[BufferKe
     """
     importer: Importer = _lookup(IMPORTERS, name)(sources, needed, device)
     return importer
+
+
+def open_control(importer: Importer, source: dict[str, Any]) -> ControlReader:
+    """The control block of a source record: over the transport if it carries it, else in shared memory.
+
+    Args:
+        importer: The transport's engine side.
+        source: One of the manifest's source records.
+
+    Raises:
+        StaleSourceError: If the block is not there.
+    """
+    if isinstance(importer, CarriesControl):
+        return importer.control(source)
+    return ControlBlock(source["control"]["segment"], int(source["control"]["pieces"]), create=False)

@@ -101,6 +101,7 @@ class ShmImporter:
     def __init__(self, sources: list[dict[str, Any]], needed: set[BufferKey], device: torch.device) -> None:
         """Remember what to map."""
         self._sources, self._needed = sources, needed
+        self._segments: list[Segment] = []
         if device.type != "cpu":
             raise TransportError("shared memory feeds CPU engines only", seen=str(device), fix="use the ipc transport")
 
@@ -121,11 +122,19 @@ class ShmImporter:
                     raise TransportError("malformed handle", where=f"rank {source['rank']}, {name}", seen=repr(handle))
                 offset, dtype = int(handle.get("offset", 0)), DTYPES[record["dtype"]]
                 segment = Segment(handle["segment"], offset + record["numel"] * dtype.itemsize, create=False)
+                self._segments.append(segment)
                 buffers[(source["rank"], name)] = segment.tensor(dtype, record["numel"], offset)
         return buffers
 
     def fetch(self, version: int) -> None:
-        """Nothing to do: the mapping is live."""
+        """The mapping is live; only check that it is still as long as it was.
+
+        Raises:
+            StaleSourceError: If a segment was truncated.
+        """
+        for segment in self._segments:
+            segment.check_size()
 
     def close(self) -> None:
-        """Nothing to do: the mapping goes with the tensors."""
+        """Let go of the segments; each mapping goes with the last tensor over it."""
+        self._segments.clear()
