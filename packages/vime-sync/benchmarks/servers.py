@@ -143,7 +143,7 @@ def _environment(device: int, work: Path, *, plugin: bool) -> dict[str, str]:
     base |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if not seen:
         base |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        base |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+        base = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"} | base
     if plugin:
         path = [str(plugin_folder(work / "plugin")), base.get("PYTHONPATH", "")]
         base |= engine_environment() | {"PYTHONPATH": os.pathsep.join(p for p in path if p)}
