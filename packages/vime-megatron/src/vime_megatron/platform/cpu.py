@@ -114,12 +114,24 @@ def _set_rng_state(state: torch.Tensor, device: object = None) -> None:
     torch.set_rng_state(state)
 
 
+class _Stream:
+    """Stands in for the one stream of a device that is never ahead."""
+
+    def wait_event(self, event: object) -> None:
+        """Return at once."""
+
+
+def _current_stream(device: object = None) -> _Stream:
+    return _Stream()
+
+
 def _nothing(*args: object, **kwargs: object) -> None:
     """Stand in for calls that wait for or free a GPU."""
 
 
 _TORCH_CUDA: list[tuple[Any, str, Callable[..., Any]]] = [
     (torch.cuda, "current_device", _current_device),
+    (torch.cuda, "current_stream", _current_stream),
     (torch.cuda, "get_rng_state", _get_rng_state),
     (torch.cuda.random, "get_rng_state", _get_rng_state),
     (torch.cuda, "set_rng_state", _set_rng_state),
