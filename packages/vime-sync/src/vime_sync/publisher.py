@@ -13,7 +13,7 @@ import torch
 from vime_sync.aliasing import lease_holders
 from vime_sync.control import ControlBlock, segment_name, sweep
 from vime_sync.copying import SourceDigester
-from vime_sync.digest import DigestMode
+from vime_sync.digest import Digest, DigestMode
 from vime_sync.errors import AliasError, StaleSourceError, VersionConflictError
 from vime_sync.manifest import Manifest, describe
 from vime_sync.process import identity
@@ -94,6 +94,11 @@ class Publisher:
         if isinstance(self._exporter, SealsVersions):
             self._exporter.seal(version, self._control)
         self.version = version
+
+    @property
+    def staged_digest(self) -> str:
+        """The digest of what this rank last staged (32 hexadecimal digits), empty if digests are off."""
+        return "" if self.digest == "off" else str(sum(self._control.digests()[2], Digest()))
 
     def _check_version(self, version: int) -> None:
         if version < 0 or version < self.version:

@@ -57,6 +57,7 @@ from vime_sync.manifest import check_manifest
 from vime_sync.messages import integer, text
 from vime_sync.model import Model, plan_model
 from vime_sync.process import is_dead
+from vime_sync.verify import live_digests
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class Receiver:
             "confirm": self._confirm,
             "rollback": self._rollback,
             "disconnect": self._disconnect,
+            "verify": self._verify,
         }
 
     def handle(self, message: Any) -> dict[str, Any]:
@@ -132,6 +134,11 @@ class Receiver:
     def _state(self, message: Mapping[str, Any]) -> dict[str, Any]:
         binding = self.model.alias()
         return {"trainers": [] if binding is None else binding.processes}
+
+    def _verify(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Digests of the live bytes; needs no trainer."""
+        self._check_awake()
+        return live_digests(self.model, message)
 
     # -- connect ------------------------------------------------------------------------------------------------------
 

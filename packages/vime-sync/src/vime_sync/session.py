@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Literal
 
-import httpx
-
+from vime_sync.client import EngineClient
 from vime_sync.errors import (
     EngineError,
     NotStartedError,
@@ -25,7 +24,6 @@ from vime_sync.errors import (
     TornEngineError,
     TransactionError,
     VersionConflictError,
-    from_wire,
 )
 from vime_sync.manifest import Manifest, check_manifest
 from vime_sync.process import identity
@@ -78,56 +76,6 @@ class Writing:
     report: SyncReport | None = None
 
 
-class _Engine:
-    """One engine's address, connection pool and version."""
-
-    def __init__(self, url: str, deadline_s: float) -> None:
-        self.url = url.rstrip("/")
-        self.version = -1
-        self.mode = ""
-        self.plan: dict[str, Any] = {}
-        self._http = httpx.Client(base_url=self.url, timeout=httpx.Timeout(deadline_s, connect=min(deadline_s, 10.0)))
-
-    def call(self, operation: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """One request; a refusal is raised as the error it names."""
-        try:
-            if body is None:
-                response = self._http.get(f"/vime/{operation}")
-            else:
-                response = self._http.post(f"/vime/{operation}", json=body)
-        except httpx.TimeoutException as cause:
-            raise EngineError(
-                "an engine did not answer in time", where=f"{self.url} {operation}", seen=type(cause).__name__
-            ) from cause
-        except httpx.HTTPError as cause:
-            raise EngineError(
-                "an engine cannot be reached", where=f"{self.url} {operation}", seen=str(cause)
-            ) from cause
-        if response.status_code in (404, 405):
-            raise EngineError(
-                "this server has no vime routes",
-                where=self.url,
-                seen=f"HTTP {response.status_code}",
-                fix="start vLLM with engine_arguments() and engine_environment()",
-            )
-        try:
-            reply = response.json()
-        except ValueError as cause:
-            raise EngineError(
-                "an engine's answer is not JSON",
-                where=f"{self.url} {operation}",
-                seen=f"HTTP {response.status_code}: {response.text[:120]}",
-            ) from cause
-        if not isinstance(reply, dict) or "ok" not in reply:
-            raise EngineError("an engine's answer is not ours", where=f"{self.url} {operation}", seen=str(reply)[:120])
-        if not reply["ok"]:
-            raise from_wire(reply, where=self.url)
-        return reply
-
-    def close(self) -> None:
-        self._http.close()
-
-
 class SyncSession:
     """Drives updates from one trainer to its engines. Use it from one thread.
 
@@ -173,14 +121,14 @@ class SyncSession:
         self._manifest, self._deadline, self._mode = manifest, deadline_s, mode
         self._in_flight, self._cast, self._takeover, self._copier = in_flight, cast, takeover, copier
         self._id = secrets.token_hex(8)
-        self._engines = [_Engine(url, deadline_s) for url in engine_urls]
+        self._engines = [EngineClient(url, deadline_s) for url in engine_urls]
         self._pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="vime-sync")
         self._connected = self._known = False
 
-    def _all(self, call: Callable[[_Engine], dict[str, Any]]) -> list[dict[str, Any] | SyncError]:
+    def _all(self, call: Callable[[EngineClient], dict[str, Any]]) -> list[dict[str, Any] | SyncError]:
         """Call every engine at once; an engine's failure is its result."""
 
-        def one(engine: _Engine) -> dict[str, Any] | SyncError:
+        def one(engine: EngineClient) -> dict[str, Any] | SyncError:
             try:
                 return call(engine)
             except SyncError as error:
@@ -285,7 +233,7 @@ class SyncSession:
             self._connected = False  # it may have committed, or have been restarted: ask before the next update
             raise
 
-    def _body(self, engine: _Engine, version: int) -> dict[str, Any]:
+    def _body(self, engine: EngineClient, version: int) -> dict[str, Any]:
         return {
             "session": self._id,
             "version": version,

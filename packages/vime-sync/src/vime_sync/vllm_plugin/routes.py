@@ -13,6 +13,7 @@ update costs one round trip.
 ``update``     ``stage`` and ``commit`` in one call
 ``abort``      forget what was staged
 ``disconnect`` let go of the trainer
+``verify``     digests of the bytes that are live now
 =============  ===========================================================================================
 
 Every answer is JSON with ``ok``; a refusal has status 409 and carries the named error.
@@ -42,6 +43,7 @@ from vime_sync.errors import (
     to_wire,
 )
 from vime_sync.messages import integer, seconds
+from vime_sync.verify import join_digests
 from vime_sync.vllm_plugin.control import EngineControl
 from vime_sync.vllm_plugin.guard import ServeGuard
 from vime_sync.vllm_plugin.watch import watch_trainers
@@ -118,6 +120,9 @@ class SyncServer:
             return await self._commit(body, deadline)
         if operation == "update":
             return await self._update(body, deadline)
+        if operation == "verify":
+            replies = await self._ask("verify", body, deadline)
+            return {**self._one(replies), "digests": join_digests(replies)}
         if operation == "open":
             return await self._open(body, deadline)
         if operation == "abort":
@@ -204,8 +209,8 @@ class SyncServer:
         try:
             replies = await self.engine.workers({"op": "abort", "session": body.get("session")}, _PATIENCE_S)
             self._judge(replies, "abort")
-        except EngineError:
-            logger.exception("vime-sync: an abort was not answered")
+        except EngineError as error:
+            logger.warning("vime-sync: an abort was not answered: %s", error)
         if self.opened_by is not None and replies:
             self.opened_by = None
             if self._held and not self.torn:
@@ -371,7 +376,7 @@ class SyncEndpoints:
             router.add_api_route(f"/{operation}", endpoint, methods=[method], name=f"vime_{operation}")
 
         route("state", "GET")
-        for operation in ("connect", "open", "stage", "commit", "update", "abort", "disconnect"):
+        for operation in ("connect", "open", "stage", "commit", "update", "abort", "disconnect", "verify"):
             route(operation, "POST")
         app.include_router(router)
         app.add_middleware(ServeGuard, state=app.state)
