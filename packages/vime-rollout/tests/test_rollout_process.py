@@ -119,6 +119,18 @@ def test_the_end_is_described_with_cause_and_tail(tmp_path):
     process.stop()
 
 
+def test_the_cause_is_found_above_the_tracebacks_of_all_requests(tmp_path):
+    code = """
+        print("(EngineCore pid=7) ERROR 11-29 [core.py:1] RuntimeError: CPU Generator does not use offset")
+        for _ in range(20000):
+            print("(APIServer pid=6) ERROR vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.")
+    """
+    process = start(tmp_path, code)
+    process.wait(10)
+    assert process.log_cause() == "RuntimeError: CPU Generator does not use offset"
+    process.stop()
+
+
 def test_a_restart_does_not_tell_of_the_run_before(tmp_path):
     first = start(tmp_path, "raise ValueError('old')")
     first.wait(10)

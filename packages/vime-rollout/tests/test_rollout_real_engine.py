@@ -100,6 +100,18 @@ async def test_equal_seeds_give_equal_tokens_whatever_else_runs(engine):
     assert (alone.status, len(alone.tokens), alone.engine) == (SampleStatus.TRUNCATED, 16, "e0")
 
 
+async def test_more_seeded_prompts_at_once_than_a_batch_holds(engine):
+    prompts = [tuple(5 + (i + j) % 40 for j in range(200)) for i in range(60)]
+    await engine._client.control(
+        "POST", "/pause", params={"mode": "keep"}
+    )  # behind the states' back: let them queue up
+    tasks = [asyncio.create_task(engine.generate(request(4, seed=i, tokens=p))) for i, p in enumerate(prompts)]
+    await asyncio.sleep(1.0)
+    await engine._client.control("POST", "/resume")
+    answers = await asyncio.gather(*tasks)
+    assert all(len(answer.tokens) == 4 for answer in answers)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_are_those_of_the_sampled_distribution(engine, tiny_model, temperature):
     import torch

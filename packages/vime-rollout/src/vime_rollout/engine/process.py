@@ -22,6 +22,8 @@ from vime_rollout.engine import warden
 from vime_rollout.errors import EngineError
 
 _TAIL_BYTES = 256 * 1024
+#: One traceback a request follows the one that matters, so the cause may stand far above the tail.
+_CAUSE_BYTES = 32 * 1024 * 1024
 _POLL_S = 0.05
 #: A line that ends a traceback, wherever a logger's prefix put it.
 _ERROR_LINE = re.compile(r"(?:^|\s)((?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Exit): .+)$")
@@ -116,12 +118,12 @@ class EngineProcess:
 
     def log_tail(self, lines: int = 25) -> str:
         """Return the last lines that this start has written to the log."""
-        return "\n".join(self._recent_log().splitlines()[-lines:])
+        return "\n".join(self._recent_log(_TAIL_BYTES).splitlines()[-lines:])
 
     def log_cause(self) -> str:
         """Return the error line that most likely ended the process, or an empty string."""
         primary = secondary = ""
-        for line in self._recent_log().splitlines():
+        for line in self._recent_log(_CAUSE_BYTES).splitlines():
             if match := _ERROR_LINE.search(line):
                 if any(mark in line for mark in _SECONDARY):
                     secondary = match.group(1)
@@ -136,8 +138,8 @@ class EngineProcess:
         head = f"exit code {code}{signal_text}" + (f", {cause}" if cause else "")
         return f"{head}; last lines of {self.log_path}:\n{self.log_tail()}"
 
-    def _recent_log(self) -> str:
+    def _recent_log(self, most: int) -> str:
         with self.log_path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, end - _TAIL_BYTES))
+            log.seek(max(self._log_start, end - most))
             return log.read().decode(errors="replace")
