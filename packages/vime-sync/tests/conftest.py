@@ -148,6 +148,26 @@ def serve(tmp_path_factory):
         server.stop()
 
 
+TIED = DENSE | {"tie_word_embeddings": True, "vocab_size": 100}
+
+
+def pytest_collection_modifyitems(items):
+    """Tests on the real engine come last, so that it can start while the others run."""
+    items.sort(key=lambda item: item.path.name == "test_sync_engine.py")
+
+
+@pytest.fixture(scope="session")
+def booting(request, make_model, serve):
+    """The server of test_sync_engine.py, started as soon as a test of this package runs, if it will be needed."""
+    wanted = any(item.path.name == "test_sync_engine.py" for item in request.session.items)
+    return serve(make_model(TIED, seed=0), "--block-size", "32") if wanted else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _boot(booting):
+    """See `booting`."""
+
+
 @pytest.fixture
 def engines():
     """A function that starts a fake engine (see `sync_fake_engine`); all are stopped after the test."""

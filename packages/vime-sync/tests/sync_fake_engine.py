@@ -226,7 +226,11 @@ class FakeEngine:
         return [model.content() for model in self.control.models]
 
     def stop(self):
-        self._server.should_exit = True
+        self._server.should_exit = True  # its thread ends by itself at the next tick
+
+    def gone(self):
+        """Stop, and wait until nothing listens."""
+        self.stop()
         self._thread.join(10)
 
 

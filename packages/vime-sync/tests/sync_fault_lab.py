@@ -227,16 +227,17 @@ class Doomed(Exception):
 
 
 def strike(session, op, when, engine=None):
-    """Kill this process before or after a request; with several engines, after all but `engine` have been served."""
+    """Kill this process before or after a request to `engine` (None: to any), which comes last among several."""
     for index, target in enumerate(session._engines):
         real = target.call
 
         def call(operation, body=None, real=real, index=index):
             if operation == op and when == "before" and engine in (None, index):
                 os.kill(os.getpid(), signal.SIGKILL)
-            if operation == op and when == "between" and index == engine:
-                time.sleep(1.0)  # the other engine has answered by now
-                os.kill(os.getpid(), signal.SIGKILL)
+            if operation == op and index == engine:
+                time.sleep(0.7)  # the other engine has answered by now
+                if when == "between":
+                    os.kill(os.getpid(), signal.SIGKILL)
             reply = real(operation, body)
             if operation == op and when == "after" and engine in (None, index):
                 os.kill(os.getpid(), signal.SIGKILL)

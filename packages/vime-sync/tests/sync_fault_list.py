@@ -69,13 +69,13 @@ for op, when, words in (
     ("stage", "after", "after an engine staged"),
     ("commit", "before", "all staged, before it asks to commit"),
     ("commit", "between", "after the first of two engines committed"),
-    ("commit", "after", "after an engine committed"),
+    ("commit", "after", "after both have committed, before it says so"),
 ):
 
     @scenario(CONTROLLER, f"{words}, two engines", engines=PAIR)
     def _(scene, op=op, when=when):
         scene.stage(2, 2)
-        return scene.controller(op=op, when=when, engine=1 if when == "between" else None)
+        return scene.controller(op=op, when=when, engine=1 if op == "commit" and when != "before" else None)
 
 
 @scenario(CONTROLLER, "after it asked for the whole update, one engine")

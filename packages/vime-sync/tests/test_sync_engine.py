@@ -23,14 +23,14 @@ from vime_sync import (
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
-TIED = DENSE | {"tie_word_embeddings": True, "vocab_size": 100}
+TIED = DENSE | {"tie_word_embeddings": True, "vocab_size": 100}  # as in conftest.py, where the server is started
 PROMPT = tuple(5 + i % 60 for i in range(70))
 
 
 @pytest.fixture(scope="module")
-def server(make_model, serve):
+def server(booting):
     """A server that has loaded checkpoint 0 by its own means."""
-    return serve(make_model(TIED, seed=0), "--block-size", "32").ready()
+    return booting.ready()
 
 
 @pytest.fixture

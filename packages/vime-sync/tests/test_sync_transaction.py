@@ -420,6 +420,6 @@ def test_a_server_without_our_routes_and_one_that_is_gone_are_told_apart(trainer
     session._engines[0]._http.base_url = engine.url + "/elsewhere"
     with pytest.raises(EngineError, match="no vime routes"):
         session.connect()
-    engine.stop()
+    engine.gone()
     with pytest.raises(EngineError, match="cannot be reached"):
         trainer.session(engine).connect()

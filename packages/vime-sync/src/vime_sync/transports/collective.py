@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 Backend = Literal["gloo", "nccl"]
 #: Errors of a store or a group whose other side is gone; torch raises RuntimeErrors and subclasses of it.
 _GONE = (RuntimeError, ValueError)
-_POLL = timedelta(seconds=0.5)
+_POLL = timedelta(seconds=0.2)
 
 
 def _group(backend: str, store: TCPStore, member: int, rank: int, deadline: timedelta) -> Any:
