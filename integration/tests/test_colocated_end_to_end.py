@@ -29,7 +29,7 @@ kind = "reasoning_gym"
 task = "chain_sum"
 size = 400
 seed = 3
-task_config = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 2 }}
+task_config = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }}
 [rollout]
 batch_size = 8
 samples_per_prompt = 8
