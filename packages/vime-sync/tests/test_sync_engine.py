@@ -4,21 +4,28 @@ vLLM's own weight checker (SHA-256 of every live parameter) is the judge of the 
 checkpoint A must come back, bit for bit, after B and then A were synced.
 """
 
+import json
+import os
 import re
+import signal
 
 import httpx
 import pytest
+import sync_fault_lab as lab
 import torch
 from sync_models import DENSE, checkpoint
 from vime_sync import (
     DigestError,
     IncompletePlanError,
     NotPausedError,
+    Publisher,
     SecondTrainerError,
+    StaleSourceError,
     SyncSession,
     TornEngineError,
     UnknownNameError,
     VersionConflictError,
+    WeightSource,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -171,6 +178,38 @@ def test_a_torn_engine_refuses_and_recovers(engine, server, trainers):
         trainer.publisher.stage(version + 1)
         session.update(version + 1)
     assert server.generate()["weight_versions"][0]["version"] == str(version + 1)
+
+
+def doomed_trainer(pipe, version, staged):
+    """A trainer process that is killed in the middle of staging, or when it has staged."""
+    lab.die_with_parent()
+    publisher = Publisher(WeightSource.from_tensors(checkpoint(TIED, 1)))
+    pipe.send_bytes(json.dumps(publisher.manifest()).encode())
+    pipe.recv_bytes()
+    if staged:
+        publisher.stage(version)
+    else:
+        publisher._control.begin()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_trainer_killed_on_the_way(engine, server, staged):
+    """As the table of faults says: the old version, or a whole new one."""
+    version, fork = server.version + 1, lab.context()
+    pipe, theirs = fork.Pipe()
+    process = fork.Process(target=doomed_trainer, args=(theirs, version, staged))
+    process.start()
+    theirs.close()
+    with SyncSession([server.url], json.loads(pipe.recv_bytes()), deadline_s=20) as session:
+        pipe.send_bytes(b"go")
+        process.join(20)
+        assert process.exitcode == -signal.SIGKILL
+        if staged:
+            session.update(version)
+            assert server.generate()["weight_versions"][0]["version"] == str(version)
+        else:
+            failing(server, StaleSourceError, "middle of a write", lambda: session.update(version))
 
 
 def test_a_request_in_flight_is_split_by_version(engine, server, trainers):

@@ -79,7 +79,7 @@ def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
         manifests: One a rank, in any order.
 
     Returns:
-        A manifest in which every tensor is whole.
+        A manifest in which every tensor is whole; the same for any order.
 
     Raises:
         ManifestError: If transports, shapes or dtypes disagree, a rank appears twice, boxes overlap without being
@@ -90,6 +90,7 @@ def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
         raise EmptyUpdateError("no manifest to merge")
     for manifest in manifests:
         _check_envelope(manifest)
+    manifests = sorted(manifests, key=lambda m: min((int(s["rank"]) for s in m["sources"]), default=-1))
     transports = {m["transport"] for m in manifests}
     if len(transports) != 1:
         raise ManifestError("ranks publish over different transports", seen=str(sorted(transports)))
