@@ -8,6 +8,7 @@ BIN := .venv/bin
 SOURCES := packages integration tools
 TYPED := $(wildcard packages/*/src) integration/src tools
 
+# Each process of a run imports torch, vLLM or both: from bytecode that takes seconds, from source half a minute.
 export PYTHONDONTWRITEBYTECODE :=
 export UV_PROJECT_ENVIRONMENT := .venv
 
@@ -26,7 +27,7 @@ $(UV):
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --upgrade --target .tools uv==$(UV_VERSION)
 
 $(SYNC): $(UV) pyproject.toml $(wildcard packages/*/pyproject.toml) integration/pyproject.toml
-	$(UV) sync --quiet --python $(PYTHON)
+	$(UV) sync --quiet --compile-bytecode --python $(PYTHON)
 	@touch $@
 
 demo: $(SYNC)
