@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from vime_grpo import RunConfig
-from vime_megatron.families import load_family
+from vime_megatron import check_model
 from vime_rollout import open_data_source
 
 from vime_integration.actors.rollout import data_config
@@ -29,7 +29,7 @@ def check_before_start(config: RunConfig) -> None:
         DataError: The data is missing, empty, or a line or row of it is broken (it is named).
         BundleError: The disk cannot hold the checkpoints that the run will keep.
     """
-    load_family(config.model.path)
+    check_model(config.model.path)
     # Token counts are the rollout's to check: it has the tokenizer, which takes seconds to load.
     open_data_source(dataclasses.replace(data_config(config), max_prompt_tokens=None))
     _check_disk(config)

@@ -68,6 +68,8 @@ def test_sizes_that_do_not_divide_are_named():
         check_layout(shape, tp_size=4, pp_size=1)
     with pytest.raises(ModelError, match="3 layers"):
         check_layout(shape, tp_size=1, pp_size=2)
+    with pytest.raises(ModelError, match=r"expert_parallel.*a dense model"):
+        check_layout(shape, tp_size=1, pp_size=1, ep_size=2)
 
 
 def shape_with(*, tp, vocab, tied, bias):

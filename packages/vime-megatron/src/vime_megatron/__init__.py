@@ -10,6 +10,8 @@ from vime_megatron.errors import (
     PlatformError,
     TrainerError,
 )
+from vime_megatron.families import check_model
+from vime_megatron.families.shape import ModelShape
 from vime_megatron.losses import sft_loss
 from vime_megatron.trainer import MegatronTrainer, StepMetrics
 
@@ -19,6 +21,7 @@ __all__ = [
     "GradientError",
     "MegatronTrainer",
     "ModelError",
+    "ModelShape",
     "OptimizerSettings",
     "PlatformError",
     "StepMetrics",
@@ -26,5 +29,6 @@ __all__ = [
     "TrainSequence",
     "TrainerConfig",
     "TrainerError",
+    "check_model",
     "sft_loss",
 ]

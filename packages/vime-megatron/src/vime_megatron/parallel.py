@@ -103,7 +103,7 @@ def connect(
         rendezvous.
     """
     _check_world(config, rank=rank, world_size=world_size, init_method=init_method)
-    check_layout(shape, config.tensor_parallel, config.pipeline_parallel)
+    check_layout(shape, config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
     options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=config.timeout_s)}
     if init_method is None:
         options["store"] = HashStore()

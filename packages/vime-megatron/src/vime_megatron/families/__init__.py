@@ -35,6 +35,21 @@ class Family:
 _FAMILIES = {module.ARCHITECTURE: Family(module.ARCHITECTURE, module.shape_of, module.RULES) for module in (qwen3,)}
 
 
+def check_model(folder: Path | str) -> ModelShape:
+    """Tell whether a model folder is one that the trainer can build, before anything is started.
+
+    Args:
+        folder: Hugging Face folder; only its ``config.json`` is read.
+
+    Returns:
+        The model's shape.
+
+    Raises:
+        ModelError: Not a model folder, or an architecture or setting that is not supported.
+    """
+    return load_family(Path(folder))[1]
+
+
 def load_family(folder: Path) -> tuple[Family, ModelShape]:
     """Find the family of a model folder and read its shape.
 

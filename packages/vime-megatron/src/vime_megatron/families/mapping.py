@@ -112,16 +112,17 @@ def padded_vocab(shape: ModelShape, tp_size: int) -> int:
     return -(-shape.vocab // tp_size) * tp_size
 
 
-def check_layout(shape: ModelShape, tp_size: int, pp_size: int) -> None:
+def check_layout(shape: ModelShape, tp_size: int, pp_size: int, ep_size: int = 1) -> None:
     """Refuse parallel sizes that do not divide the model.
 
     Args:
         shape: The model.
         tp_size: Tensor-parallel size.
         pp_size: Pipeline-parallel size.
+        ep_size: Expert-parallel size.
 
     Raises:
-        ModelError: A size does not divide; the text says which.
+        ModelError: A size does not divide, or there is nothing for it to divide; the text says which.
     """
     sizes = {"attention heads": shape.heads, "key/value heads": shape.kv_heads, "feed-forward width": shape.ffn}
     wrong = [f"{name} = {value}" for name, value in sizes.items() if value % tp_size]
@@ -130,6 +131,14 @@ def check_layout(shape: ModelShape, tp_size: int, pp_size: int) -> None:
     if shape.layers % pp_size:
         seen, expected = f"{shape.layers} layers", f"a multiple of {pp_size}"
         raise ModelError("pipeline parallelism does not divide the model", seen=seen, expected=expected)
+    if ep_size > 1:
+        raise ModelError(
+            "expert parallelism needs experts",
+            where="expert_parallel",
+            seen=f"{ep_size}, for {shape.architecture}, a dense model",
+            expected="1",
+            fix="use tensor_parallel, pipeline_parallel or the distributed optimiser to share a dense model",
+        )
 
 
 def placements(rules: Sequence[Rule], shape: ModelShape, layout: Layout) -> list[Placement]:
