@@ -87,9 +87,10 @@ class Server:
             *engine_arguments(),
             *extra,
         ]
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=self.log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True
-        )
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def ready(self, deadline_s=240):
         """Wait until the server answers."""

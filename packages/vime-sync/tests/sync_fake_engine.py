@@ -48,7 +48,7 @@ class FakeModel:
 
     def __init__(self, rank=0, world=1, dtype=torch.float32, seed=0):
         self.rank, self.world_size, self.device = rank, world, torch.device("cpu")
-        self.sleeping = ""
+        self.sleeping, self.reloads = "", 0
         self.binding = None
         self.obstacle = {}
         rows = -(-WORDS // 4) * 4 // world  # padded, as an engine pads its vocabulary
@@ -83,6 +83,11 @@ class FakeModel:
 
     def asleep(self):
         return self.sleeping
+
+    def reload(self, names, weights):
+        """Load again, and post-process as this model does."""
+        self.load_weights(weights)
+        self.reloads += 1
 
     def content(self):
         """A hash of every byte that is served."""

@@ -59,6 +59,13 @@ def test_verify_names_the_one_tensor_that_differs(engines, folder, world):
     assert "differs: layers.1.k_proj.weight" in result.output
 
 
+def test_verify_says_what_it_cannot_read(engines):
+    engine = engines()
+    engine.model.obstacle = {"layers.0.o_proj.weight": "a kernel handle holds it packed"}
+    found = compare(engine.url, WeightSource.from_tensors(checkpoint(0)), deadline_s=20)
+    assert (found.equal, found.unread) == (True, ("layers.0.o_proj.weight",))
+
+
 def test_verify_reads_the_memory_and_not_a_memory_of_it(engines, trainers):
     """A byte that changes after the commit is seen; a trainer that is connected stays connected."""
     engine, trainer = engines(), trainers(checkpoint(1))

@@ -21,6 +21,7 @@ from vime_sync import (
     StaleSourceError,
     SyncSession,
     TornEngineError,
+    TransactionError,
     UnknownNameError,
     UnplannableError,
     VersionConflictError,
@@ -177,6 +178,37 @@ def test_what_post_processing_changed_is_refused(engines, trainers):
     engine = engines()
     engine.model.obstacle = {"layers.0.experts.w13": "a kernel handle holds it packed"}
     refuse(engine, staged(trainers, checkpoint(1)), UnplannableError, "w13.*packed")
+
+
+@pytest.mark.parametrize("mode", ["shadow", "direct"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_no_copy_reaches_is_loaded_again_where_that_is_allowed(engines, trainers, world, mode):
+    engine, trainer = engines(world=world), staged(trainers, checkpoint(1))
+    for model in engine.control.models:
+        model.obstacle = {"layers.0.experts.w13": "a kernel handle holds it packed"}
+    session = trainer.session(engine, reload=True, mode=mode)
+    report = session.update(1)
+    assert report.reload == {"layers.0.experts.w13": "a kernel handle holds it packed"}
+    assert engine.content() == content_of(1, world)
+    assert [model.reloads for model in engine.control.models] == [1] * world
+    trainer.publisher.stage(2)
+    segment = trainer.publisher._exporter._segment
+    handle = next(
+        p.region for t in trainer.publisher.source.tensors for p in t.pieces if "layers.0.experts.0.gate" in t.name
+    )
+    at = trainer.publisher.manifest()["sources"][0]["buffers"][handle.buffer]["handle"]["offset"]
+    segment.tensor(torch.uint8, 8, at)[2] ^= 64
+    with pytest.raises(TornEngineError):
+        session.update(2)
+    trainer.publisher.stage(3)
+    session.update(3)
+    assert engine.content() == content_of(1, world)
+
+
+def test_a_reload_cannot_be_undone_or_aliased(engines, trainers):
+    engine = engines()
+    engine.model.obstacle = {"layers.0.experts.w13": "packed"}
+    refuse(engine, staged(trainers, checkpoint(1)), TransactionError, "taken back", reload=True, mode="undo")
 
 
 def test_versions_only_rise_and_compare(engines, trainers):

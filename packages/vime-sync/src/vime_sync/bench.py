@@ -177,8 +177,12 @@ class BenchModel:
         return ""
 
     def alias(self) -> AliasBinding | None:
-        """What `bind_to` bound."""
+        """What `bound` bound."""
         return self._binding
+
+    def reload(self, names: Iterable[str], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load again; nothing is post-processed."""
+        self.load_weights(weights)
 
     def bound(self, manifest: Manifest) -> dict[str, str]:
         """Make the parameters views of the trainer's buffers; a message that asks for the state."""

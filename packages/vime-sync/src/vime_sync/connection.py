@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,14 +11,17 @@ import torch
 from vime_sync.agree import Share
 from vime_sync.control import ControlReader
 from vime_sync.copying import Copier, CopyProgram
-from vime_sync.digest import DigestMode
-from vime_sync.errors import AliasError, TransactionError
+from vime_sync.digest import Digest, DigestMode, digest_tensor
+from vime_sync.errors import AliasError, DigestError, TransactionError
 from vime_sync.model import Model
 from vime_sync.plan import Plan
 from vime_sync.transports import BufferKey, Importer, make_importer, open_control
 
 Mode = Literal["shadow", "undo", "direct", "alias"]
 MODES: tuple[Mode, ...] = ("shadow", "undo", "direct", "alias")
+
+
+Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 @dataclass
@@ -66,6 +69,38 @@ class Connection:
             digest: DigestMode = "off" if mode == "off" else "sampled" if mode == "sampled" else "full"
             self.program.mover.prepare(digest, write=self.mode != "alias")
 
+    def assembled(self, mode: DigestMode, phase: int, published: Mapping[int, list[Digest]]) -> Weights:
+        """The checkpoint tensors that the engine's own loaders need, whole, each compared with what was published.
+
+        Args:
+            mode: How much was digested.
+            phase: With which phase.
+            published: Each rank's digests.
+
+        Yields:
+            Name and tensor, one at a time.
+
+        Raises:
+            DigestError: Before a tensor is handed on of which the bytes are not those that were published.
+        """
+        for tensor in self.plan.feeds:
+            parts = [(p.box, self.buffers[(p.region.rank, p.region.buffer)], p.region) for p in tensor.pieces]
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=parts[0][1].device)
+            for box, buffer, region in parts:
+                at = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+                full[at].copy_(buffer.as_strided(region.shape, region.strides, region.offset))
+            if mode != "off":
+                ours = digest_tensor(full, tensor.name, mode=mode, phase=phase)
+                theirs = sum((published[rank][index] for rank, index in self.pieces[tensor.name]), Digest())
+                if ours != theirs:
+                    raise DigestError(
+                        "bytes that arrived are not those that were published",
+                        where=f"tensor {tensor.name}",
+                        seen=str(ours),
+                        expected=str(theirs),
+                    )
+            yield tensor.name, full
+
 
 @dataclass
 class Staged:
@@ -111,17 +146,19 @@ def reach(
         binding.check(plan, model.live())
         return binding.importer, binding.buffers, binding.controls
     needed = {(copy.source.rank, copy.source.buffer) for copy in plan.copies}
+    needed |= {(piece.region.rank, piece.region.buffer) for tensor in plan.feeds for piece in tensor.pieces}
     importer = make_importer(manifest["transport"], manifest["sources"], needed, model.device)
     buffers = importer.open()
     controls = {int(source["rank"]): open_control(importer, source) for source in manifest["sources"]}
     return importer, buffers, controls
 
 
-def choose_mode(model: Model, asked: str) -> Mode:
+def choose_mode(model: Model, asked: str, plan: Plan) -> Mode:
     """Decide how a commit writes.
 
     Args:
         model: The engine's model.
+        plan: What will be written.
         asked: ``"auto"`` or one of `MODES`.
 
     Returns:
@@ -133,6 +170,13 @@ def choose_mode(model: Model, asked: str) -> Mode:
         TransactionError: If the name is unknown.
     """
     aliased = model.alias() is not None
+    if plan.reload and (asked == "undo" or aliased):
+        raise TransactionError(
+            "what the engine loads again cannot be taken back, or aliased",
+            where=next(iter(plan.reload)),
+            seen=f"mode {asked!r} with reload=True",
+            expected="auto, shadow or direct",
+        )
     if asked not in ("auto", *MODES):
         raise TransactionError("unknown mode", seen=repr(asked), expected=f"auto, {', '.join(MODES)}")
     if asked != "auto" and aliased != (asked == "alias"):

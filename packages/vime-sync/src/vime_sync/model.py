@@ -38,17 +38,21 @@ class Model(Protocol):
     def alias(self) -> AliasBinding | None:
         """The trainer's memory that the weights are, if they are (`vime_sync.aliasing`)."""
 
+    def reload(self, names: Iterable[str], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load and post-process the layers of some live tensors again, in place."""
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """The model's own loaders."""
 
 
-def plan_model(model: Model, tensors: Sequence[CheckpointTensor], *, cast: bool = False) -> Plan:
+def plan_model(model: Model, tensors: Sequence[CheckpointTensor], *, cast: bool = False, reload: bool = False) -> Plan:
     """Learn where a model's loaders put the given tensors, and prove that they fill it.
 
     Args:
         model: The engine's model. Nothing of it is written.
         tensors: What a trainer publishes.
         cast: Allow a checkpoint dtype that differs from the live one.
+        reload: Allow live tensors that no copy can reach; the engine's own loaders fill them at every sync.
 
     Returns:
         A complete plan.
@@ -69,12 +73,13 @@ def plan_model(model: Model, tensors: Sequence[CheckpointTensor], *, cast: bool 
         for name, t in own.items()
     }
     plan = build_plan(tensors, recording, entries, cast=cast)
-    if missing := {**plan.reload, **{n: r for n, r in obstacles.items() if n not in own}}:
+    missing = {**plan.reload, **{n: r for n, r in obstacles.items() if n not in own}}
+    if missing and not (reload and plan.reload.keys() == missing.keys()):
         name, reason = next(iter(missing.items()))
         raise UnplannableError(
             f"{len(missing)} live tensors cannot be copied into",
             where=f"{name} and others" if len(missing) > 1 else name,
             seen=reason,
-            fix="serve an unquantised model with engine_arguments()",
+            fix="serve an unquantised model with engine_arguments(), or connect with reload=True",
         )
     return plan

@@ -62,6 +62,7 @@ class Plan:
         reload: Live tensors that cannot be copied into, each with the reason.
         constants: Live buffers that no loader writes.
         ignored: Checkpoint tensors that this worker has no use for.
+        feeds: Checkpoint tensors that the tensors in `reload` are made of.
     """
 
     copies: tuple[Copy, ...]
@@ -69,11 +70,13 @@ class Plan:
     reload: Mapping[str, str]
     constants: tuple[str, ...]
     ignored: tuple[str, ...]
+    feeds: tuple[CheckpointTensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes that a sync reads."""
-        return sum(copy.nbytes for copy in self.copies)
+        fed = sum(tensor.numel * tensor.dtype.itemsize for tensor in self.feeds)
+        return fed + sum(copy.nbytes for copy in self.copies)
 
     @property
     def live_names(self) -> list[str]:
@@ -160,13 +163,26 @@ def build_plan(
             _cover(coverage, fill.live, fill.live_view, live[fill.live], "a constant")
     constants = _prove(live, coverage, reload)
     used = {write.source for write in recording.writes} | recording.used
+    kept = tuple(c for c in copies if c.live not in reload)
     return Plan(
-        copies=tuple(c for c in copies if c.live not in reload),
+        copies=kept,
         fills=tuple(f for f in recording.fills if f.live not in reload and 0 not in f.live_view.shape),
         reload=reload,
         constants=tuple(constants),
         ignored=tuple(t.name for t in tensors if t.name not in used),
+        feeds=_feeds(tensors, recording, kept, reload),
     )
+
+
+def _feeds(
+    tensors: Sequence[CheckpointTensor], recording: Recording, kept: Sequence[Copy], reload: Mapping[str, str]
+) -> tuple[CheckpointTensor, ...]:
+    """What the engine's own loaders must be given again: all that is not copied, as computed values name no source."""
+    if not reload:
+        return ()
+    copied = {copy.tensor for copy in kept}
+    needed = {write.source for write in recording.writes if write.live in reload}
+    return tuple(t for t in tensors if t.name in needed or t.name not in copied)
 
 
 def _check_dtype(write: Write, tensor: CheckpointTensor, entry: LiveTensor, *, cast: bool) -> None:

@@ -151,8 +151,8 @@ class Receiver:
         tensors = check_manifest(manifest)
         assert isinstance(manifest, dict)
         started = time.perf_counter()
-        plan = plan_model(self.model, tensors, cast=bool(message.get("cast")))
-        mode = choose_mode(self.model, str(message.get("mode", "auto")))
+        plan = plan_model(self.model, tensors, cast=bool(message.get("cast")), reload=bool(message.get("reload")))
+        mode = choose_mode(self.model, str(message.get("mode", "auto")), plan)
         importer, buffers, controls = reach(self.model, plan, manifest)
         binding = self.model.alias()
         if binding is not None and self.version < 0:
@@ -355,8 +355,19 @@ class Receiver:
                     live[name].data.copy_(values)
             else:
                 reply = self._transfer(link, staged, {name: live[name].data for name in link.plan.live_names})
+            if link.plan.reload:
+                self._reload(link, staged)
             _synchronize(self.model.device)
         return reply
+
+    def _reload(self, link: Connection, staged: Staged) -> None:
+        """Let the engine's own loaders fill what no copy can reach."""
+        found = {rank: control.digests() for rank, control in link.controls.items()}
+        mode, phase = next((m, p) for m, p, _ in found.values())
+        published = {rank: digests for rank, (_, _, digests) in found.items()}
+        self.model.reload(link.plan.reload, link.assembled(mode, phase, published))
+        for rank, control in link.controls.items():
+            control.recheck(staged.sequences[rank], where=f"trainer rank {rank}")
 
     def _failed(self, staged: Staged, error: Exception) -> Exception:
         """Writing failed: put the old bytes back if they were kept, else be torn; the error to raise."""

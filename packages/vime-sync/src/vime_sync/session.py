@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ class SyncReport:
         mode: ``shadow``, ``undo``, ``direct`` or ``alias``.
         transport: The manifest's transport.
         engines: How many engines were updated.
+        reload: Live tensors that were not copied but loaded again by the engine's own means, each with the reason.
     """
 
     version: int
@@ -59,6 +60,7 @@ class SyncReport:
     mode: str
     transport: str
     engines: int
+    reload: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON."""
@@ -96,6 +98,7 @@ class SyncSession:
         cast: bool = False,
         takeover: bool = False,
         copier: str = "auto",
+        reload: bool = False,
     ) -> None:
         """Prepare a session; nothing is sent before `connect` (or the first `update`).
 
@@ -109,6 +112,8 @@ class SyncSession:
                 (the caller pauses the engines itself; a running one is refused).
             cast: Allow checkpoint dtypes that differ from the engines'.
             takeover: Replace another trainer's session.
+            reload: Let the engines' own loaders fill what no copy can reach (vLLM's layerwise reload). Such a commit is
+                slower and cannot be taken back: a failure in it leaves the engine torn.
             copier: ``"auto"``, ``"triton"`` or ``"torch"``; see `vime_sync.copying`.
 
         Raises:
@@ -120,6 +125,7 @@ class SyncSession:
             raise TransactionError("give each engine once", seen=str(list(engine_urls)))
         self._manifest, self._deadline, self._mode = manifest, deadline_s, mode
         self._in_flight, self._cast, self._takeover, self._copier = in_flight, cast, takeover, copier
+        self._reload = reload
         self._id = secrets.token_hex(8)
         self._engines = [EngineClient(url, deadline_s) for url in engine_urls]
         self._pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="vime-sync")
@@ -140,7 +146,8 @@ class SyncSession:
         """Let every engine plan; idempotent.
 
         Returns:
-            For each engine the summary of its plan: copies, bytes, fills, constants, ignored checkpoint tensors.
+            For each engine the summary of its plan: copies, bytes, fills, constants, ignored checkpoint tensors, and
+            what is reloaded, with the reasons.
 
         Raises:
             SyncError: The first engine's refusal, by name.
@@ -153,6 +160,7 @@ class SyncSession:
             "cast": self._cast,
             "takeover": self._takeover,
             "copier": self._copier,
+            "reload": self._reload,
             "deadline_s": self._deadline,
         }
         self._known = True  # from here on an engine may hold this session
@@ -288,6 +296,7 @@ class SyncSession:
             mode=self._engines[0].mode,
             transport=str(self._manifest["transport"]),
             engines=len(replies),
+            reload={k: v for engine in self._engines for k, v in engine.plan.get("reload", {}).items()},
         )
 
     def states(self) -> list[dict[str, Any]]:

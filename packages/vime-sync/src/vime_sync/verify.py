@@ -103,7 +103,7 @@ def live_digests(model: Model, message: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         SyncError: If the tensors do not fit the model.
     """
-    plan = plan_model(model, _read(message.get("tensors")))
+    plan = plan_model(model, _read(message.get("tensors")), reload=True)  # what is not a copy is not read either
     live = model.live()
     slices, sums = [], []
     with torch.no_grad():

@@ -69,10 +69,36 @@ class VllmModel:
         """What the load format ``vime`` bound, if it did."""
         return getattr(self._model, ALIAS, None)
 
+    def reload(self, names: Iterable[str], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """VLLM's layerwise reload of the modules that own the named tensors; storage stays where it is."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        layers = [self._model.get_submodule(path) for path in sorted({name.rpartition(".")[0] for name in names})]
+        with torch.device(self.device):
+            for layer in layers:
+                if self.device.type == "cpu":
+                    _repack_experts(layer)
+                initialize_layerwise_reload(layer)
+            self.load_weights(weights)
+            with set_current_vllm_config(self._config):
+                for layer in layers:
+                    finalize_layerwise_reload(layer, self._config.model_config)
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """The model's own loaders, under the configuration they expect."""
         with set_current_vllm_config(self._config):
             return self._model.load_weights(weights)
+
+
+def _repack_experts(layer: Any) -> None:
+    """Make vLLM pack a CPU's experts again.
+
+    It does so only while it has no kernel for them, and keeps the kernel over a reload; the experts would then be read
+    as packed and not be. On a CPU no graph has captured the kernel, so it may be built anew.
+    """
+    method = getattr(layer, "quant_method", None)
+    if getattr(method, "moe_kernel", None) is not None:
+        method.moe_kernel = None  # type: ignore[union-attr]
 
 
 @dataclass

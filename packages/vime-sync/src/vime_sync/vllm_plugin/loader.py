@@ -84,6 +84,9 @@ class _Unloaded:
     def alias(self) -> None:
         return None
 
+    def reload(self, names: Iterable[str], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        raise NotImplementedError
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         return self._model.load_weights(weights)
 

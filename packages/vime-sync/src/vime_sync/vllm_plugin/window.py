@@ -21,6 +21,8 @@ NEEDED = (
     ("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory._registry"),
     ("vllm.model_executor.model_loader", "register_model_loader"),
     ("vllm.model_executor.model_loader", "_LOAD_FORMAT_TO_MODEL_LOADER"),
+    ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload"),
+    ("vllm.model_executor.model_loader.reload", "finalize_layerwise_reload"),
     ("vllm.model_executor.model_loader.base_loader", "BaseModelLoader.load_model"),
     ("vllm.plugins", "load_endpoint_plugins"),
 )
