@@ -32,6 +32,24 @@ TINY = {
 }
 
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES = {
+    "qwen3": {},
+    "qwen3-tied": {"tie_word_embeddings": True},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "qwen2-tied": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_parameters": LLAMA3_ROPE},
+    "llama-tied": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True},
+}
+
+
 def write_model(folder: Path, **changes) -> Path:
     """Make a model folder with random weights, through the trainer's own export."""
     from vime_megatron import MegatronTrainer, TrainerConfig
@@ -41,21 +59,39 @@ def write_model(folder: Path, **changes) -> Path:
     source.mkdir()
     (source / "config.json").write_text(json.dumps(TINY | changes))
     trainer = MegatronTrainer(TrainerConfig(model=source, dtype="float32", random_weights=True, seed=3))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for param in trainer.params.values():  # biases of 0 and norms of 1 would hide where they are used
+            if param.dim() == 1:
+                param.add_(0.1 * torch.randn(param.shape, generator=generator))
     trainer.export_hf(folder / "model")
     trainer.close()
     return folder / "model"
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory) -> Path:
-    """A two-layer Qwen3, untied."""
-    return write_model(tmp_path_factory.mktemp("tiny") / "untied")
+def model_of(tmp_path_factory):
+    """Make a two-layer model of a kind listed in ``FAMILIES``, once per session."""
+    made = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = write_model(tmp_path_factory.mktemp("models") / kind, **FAMILIES[kind])
+        return made[kind]
+
+    return get
 
 
 @pytest.fixture(scope="session")
-def tiny_tied(tmp_path_factory) -> Path:
+def tiny(model_of) -> Path:
+    """A two-layer Qwen3, untied."""
+    return model_of("qwen3")
+
+
+@pytest.fixture(scope="session")
+def tiny_tied(model_of) -> Path:
     """A two-layer Qwen3 whose output projection is its embedding."""
-    return write_model(tmp_path_factory.mktemp("tiny") / "tied", tie_word_embeddings=True)
+    return model_of("qwen3-tied")
 
 
 @pytest.fixture

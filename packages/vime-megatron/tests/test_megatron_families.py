@@ -43,7 +43,20 @@ def test_qwen3_is_read(tmp_path):
     [
         (CONFIG | {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*Qwen3ForCausalLM"),
         ({}, "no architectures"),
-        (CONFIG | {"hidden_act": "gelu", "attention_bias": True}, "hidden_act='gelu', attention_bias=True"),
+        (
+            CONFIG | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "n_routed_experts": 256},
+            "differs in: multi-head latent attention, another kind of mixture of experts",
+        ),
+        (CONFIG | {"architectures": ["GemmaX"], "hidden_act": "gelu"}, "differs in: activation gelu"),
+        (CONFIG | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*fp8"),
+        (CONFIG | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        (CONFIG | {"rope_scaling": {"rope_type": "llama3"}}, "llama3"),
+        (
+            CONFIG | {"architectures": ["LlamaForCausalLM"], "rope_scaling": {"rope_type": "yarn"}},
+            "'default' or 'llama3'",
+        ),
+        (CONFIG | {"hidden_act": "gelu", "use_sliding_window": True}, "hidden_act='gelu', use_sliding_window=True"),
+        (CONFIG | {"attention_bias": True}, "attention_bias=True"),
         (CONFIG | {"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
         ({key: value for key, value in CONFIG.items() if key != "hidden_size"}, "no 'hidden_size'"),
         ("{broken", "not JSON"),

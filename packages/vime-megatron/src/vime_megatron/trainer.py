@@ -136,7 +136,7 @@ class MegatronTrainer:
 
         config, shape, layout = self.config, self.shape, self.topology.layout
         self._platform.seed(config.seed)
-        self._frequencies = inverse_frequencies(shape.head_dim, shape.rope_theta)
+        self._frequencies = inverse_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
         self.model = build_policy(
             shape,
             config,
@@ -270,8 +270,8 @@ class MegatronTrainer:
         """Make room on the device: move state of this rank to pinned host memory.
 
         Args:
-            what: Kinds of state. ``gradients`` are dropped (every step starts by clearing them), ``optimizer`` is copied;
-                ``weights`` are copied too, and only while :meth:`source` has not given their addresses out.
+            what: Kinds of state. ``gradients`` are dropped (every step starts by clearing them), ``optimizer`` is
+                copied; ``weights`` are copied too, and only while :meth:`source` has not given their addresses out.
 
         Returns:
             Bytes moved, bytes that the device's driver reports as freed, and the time.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vime_megatron.errors import ModelError
-from vime_megatron.families import qwen3
+from vime_megatron.families import llama, qwen2, qwen3
 from vime_megatron.families.mapping import Rule
 from vime_megatron.families.shape import ModelShape, read_config
 
@@ -32,7 +32,25 @@ class Family:
     rules: tuple[Rule, ...]
 
 
-_FAMILIES = {module.ARCHITECTURE: Family(module.ARCHITECTURE, module.shape_of, module.RULES) for module in (qwen3,)}
+_FAMILIES = {
+    module.ARCHITECTURE: Family(module.ARCHITECTURE, module.shape_of, module.RULES) for module in (llama, qwen2, qwen3)
+}
+
+# Settings that tell what an unknown architecture has and the supported ones have not.
+_TRAITS = {
+    "kv_lora_rank": "multi-head latent attention",
+    "n_routed_experts": "another kind of mixture of experts",
+    "num_local_experts": "another kind of mixture of experts",
+    "vision_config": "an image encoder",
+    "audio_config": "an audio encoder",
+    "state_size": "state-space layers",
+    "ssm_state_size": "state-space layers",
+    "linear_num_key_heads": "linear attention",
+    "attn_logit_softcapping": "capped attention logits",
+    "final_logit_softcapping": "capped output logits",
+    "is_encoder_decoder": "an encoder",
+    "quantization_config": "quantised weights",
+}
 
 
 def check_model(folder: Path | str) -> ModelShape:
@@ -74,7 +92,19 @@ def load_family(folder: Path) -> tuple[Family, ModelShape]:
     raise ModelError(
         "unsupported architecture",
         where=str(folder),
-        seen=", ".join(map(str, names)) or "no architectures in config.json",
+        seen=(", ".join(map(str, names)) or "no architectures in config.json") + _differences(config),
         expected="one of " + ", ".join(sorted(_FAMILIES)),
         fix="a family is two files of data: see vime_megatron/families/qwen3",
     )
+
+
+def _differences(config: Mapping[str, Any]) -> str:
+    """Say what is visibly other than in a decoder that could be supported by data alone."""
+    traits = {text: None for key, text in _TRAITS.items() if config.get(key)}
+    activation = config.get("hidden_act", config.get("hidden_activation", "silu"))
+    if activation != "silu":
+        traits[f"activation {activation}"] = None
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        traits["layers of type " + ", ".join(sorted(kinds))] = None
+    return f"; it differs in: {', '.join(traits)}" if traits else ""

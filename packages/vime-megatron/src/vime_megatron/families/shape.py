@@ -16,6 +16,26 @@ from vime_megatron.errors import ModelError
 
 
 @dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's stretching of the rotary frequencies (arXiv 2407.21783; the rule is in Meta's reference model).
+
+    Waves longer than ``positions / low`` are slowed by ``factor``, those shorter than ``positions / high`` are left;
+    between the two the share changes linearly with the number of turns that fit in ``positions``.
+
+    Attributes:
+        factor: How much the longest waves are slowed.
+        low: Turns within ``positions`` below which a frequency is slowed in full.
+        high: Turns within ``positions`` above which a frequency stays.
+        positions: Length that the model was first trained on.
+    """
+
+    factor: float
+    low: float
+    high: float
+    positions: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A decoder-only transformer with rotary positions, RMS norms and gated SiLU feed-forward.
 
@@ -34,6 +54,7 @@ class ModelShape:
         tied: The output projection is the embedding.
         qk_norm: Queries and keys pass an RMS norm per head.
         qkv_bias: The query, key and value projections have biases.
+        rope_scaling: How the rotary frequencies are rescaled; ``None``: they are not.
         init_std: Standard deviation of random initial weights.
     """
 
@@ -51,6 +72,7 @@ class ModelShape:
     tied: bool
     qk_norm: bool = False
     qkv_bias: bool = False
+    rope_scaling: Llama3Scaling | None = None
     init_std: float = 0.02
 
     @property
@@ -105,17 +127,87 @@ def rope_theta(config: Mapping[str, Any], default: float = 10000.0) -> float:
 
     Returns:
         The base.
+    """
+    return float(_rope(config).get("rope_theta", config.get("rope_theta", default)))
+
+
+def rope_scaling(config: Mapping[str, Any], *, llama3: bool = False) -> Llama3Scaling | None:
+    """Return how the rotary frequencies are rescaled.
+
+    Args:
+        config: Parsed ``config.json``.
+        llama3: The family may use Llama 3's scaling.
+
+    Returns:
+        The scaling, or ``None``.
 
     Raises:
-        ModelError: The file asks for rescaled rotary frequencies, which this version does not build.
+        ModelError: The file asks for a scaling that is not built; it is never approximated.
     """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _rope(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    allowed = ["default", "llama3"] if llama3 else ["default"]
+    if kind not in allowed or partial != 1.0:
         raise ModelError(
-            "unsupported rotary scaling", where="config.json", seen=f"rope_type {kind!r}", expected="'default'"
+            "unsupported rotary scaling",
+            where="config.json",
+            seen=f"rope_type {kind!r}, partial_rotary_factor {partial}",
+            expected=" or ".join(map(repr, allowed)) + ", over the whole head",
         )
-    return float(rope.get("rope_theta", config.get("rope_theta", default)))
+    if kind == "default":
+        return None
+    return Llama3Scaling(
+        factor=float(rope["factor"]),
+        low=float(rope["low_freq_factor"]),
+        high=float(rope["high_freq_factor"]),
+        positions=int(rope.get("original_max_position_embeddings", config["max_position_embeddings"])),
+    )
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def decoder_shape(config: Mapping[str, Any], architecture: str, **special: Any) -> ModelShape:
+    """Read what every supported family's ``config.json`` says alike.
+
+    Args:
+        config: Parsed ``config.json``.
+        architecture: The family's class name.
+        special: Fields of :class:`ModelShape` that the family reads or knows itself.
+
+    Returns:
+        The shape.
+
+    Raises:
+        ModelError: A setting has a value that no family supports.
+    """
+    require(config, {"hidden_act": "silu", "use_sliding_window": False, "quantization_config": None})
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise ModelError(
+            "unsupported layers", where="config.json", seen=", ".join(sorted(kinds)), expected="full_attention only"
+        )
+    heads = int(config["num_attention_heads"])
+    fields: dict[str, Any] = {
+        "layers": int(config["num_hidden_layers"]),
+        "hidden": int(config["hidden_size"]),
+        "heads": heads,
+        "kv_heads": int(config.get("num_key_value_heads") or heads),
+        "head_dim": int(config.get("head_dim") or config["hidden_size"] // heads),
+        "vocab": int(config["vocab_size"]),
+        "max_positions": int(config["max_position_embeddings"]),
+        "rope_theta": rope_theta(config),
+        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "init_std": float(config.get("initializer_range", 0.02)),
+    }
+    if "ffn" not in special:
+        fields["ffn"] = int(config["intermediate_size"])
+    if "rope_scaling" not in special:
+        fields["rope_scaling"] = rope_scaling(config)
+    return ModelShape(architecture=architecture, **fields | special)
 
 
 def require(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

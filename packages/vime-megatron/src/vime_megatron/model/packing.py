@@ -12,11 +12,14 @@ Suffixes: ``t`` tokens of the row, ``d`` half a head, ``n`` documents of a group
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from vime_megatron.families.shape import Llama3Scaling
 
 _GROUP_SPREAD = 0.7  # a group's shortest document is at least this share of its longest
 
@@ -44,6 +47,11 @@ class PackedTokens:
     longest: int
     groups: tuple[Tensor, ...]
     ungroup_t: Tensor
+
+    @property
+    def uniform(self) -> bool:
+        """All documents have one length, so the row is a batch as it lies."""
+        return len(self.groups) == 1 and self.groups[0].numel() == self.tokens_1t.numel()
 
     qkv_format: None = None  # Megatron's layers ask; "no special format" keeps them out of it
 
@@ -78,9 +86,23 @@ def pack(documents: Sequence[Tensor], *, inverse_frequencies: Tensor, device: to
     )
 
 
-def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
-    """Return ``theta^(-2i/head_dim)``, float32 ``[head_dim / 2]`` (RoFormer, arXiv 2104.09864)."""
-    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def inverse_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | None = None) -> Tensor:
+    """Return ``theta^(-2i/head_dim)``, float32 ``[head_dim / 2]`` (RoFormer, arXiv 2104.09864).
+
+    Args:
+        head_dim: Width of a head.
+        theta: Rotary base.
+        scaling: Slows the long waves, where the model was made so.
+
+    Returns:
+        Radians per position.
+    """
+    plain_d = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if scaling is None:
+        return plain_d
+    turns_d = scaling.positions * plain_d / (2 * math.pi)
+    kept_d = ((turns_d - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
+    return kept_d * plain_d + (1.0 - kept_d) * plain_d / scaling.factor
 
 
 def _group(lengths: Sequence[int], starts: Sequence[int]) -> tuple[list[Tensor], Tensor]:

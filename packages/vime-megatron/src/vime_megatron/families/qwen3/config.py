@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vime_megatron.families.shape import ModelShape, require, rope_theta
+from vime_megatron.families.shape import ModelShape, decoder_shape, require
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 
@@ -22,21 +22,5 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     Raises:
         ModelError: A setting has a value that this family does not support.
     """
-    require(config, {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False})
-    heads = int(config["num_attention_heads"])
-    return ModelShape(
-        architecture=ARCHITECTURE,
-        layers=int(config["num_hidden_layers"]),
-        hidden=int(config["hidden_size"]),
-        ffn=int(config["intermediate_size"]),
-        heads=heads,
-        kv_heads=int(config.get("num_key_value_heads", heads)),
-        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-        vocab=int(config["vocab_size"]),
-        max_positions=int(config["max_position_embeddings"]),
-        rope_theta=rope_theta(config),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qk_norm=True,
-        init_std=float(config.get("initializer_range", 0.02)),
-    )
+    require(config, {"attention_bias": False})
+    return decoder_shape(config, ARCHITECTURE, head_dim=int(config.get("head_dim") or 128), qk_norm=True)

@@ -1,0 +1,12 @@
+"""Llama: where each checkpoint tensor lies."""
+
+from __future__ import annotations
+
+from vime_megatron.families.blocks import attention, decoder_ends, dense_mlp, norms
+
+RULES = (
+    *decoder_ends(),
+    *norms(),
+    *attention(),
+    *dense_mlp(),
+)
