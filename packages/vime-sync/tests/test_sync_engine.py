@@ -27,6 +27,7 @@ from vime_sync import (
     VersionConflictError,
     WeightSource,
 )
+from vime_sync.verify import compare
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -92,13 +93,27 @@ def test_live_weights_are_bitwise_those_that_vllm_loads(engine, server, trainers
     assert again["weight_versions"][0]["version"] == str(report.version + 1)
 
 
+@pytest.mark.parametrize("transport", ["disk", "delta", "collective"])
+def test_other_transports_bring_the_same_bytes(engine, server, trainers, tmp_path, transport):
+    loaded = checksums(server)
+    options = {} if transport == "collective" else {"folder": tmp_path}
+    trainer = trainers(checkpoint(TIED, 0), transport, options=options)
+    synced(server, trainer, 1)
+    assert [name for name, value in checksums(server).items() if value == loaded[name]] == []
+    assert synced(server, trainer, 0).transport == transport
+    assert checksums(server) == loaded
+
+
 def test_the_first_sync_equals_what_vllm_loaded(server, make_model, trainers):
     """`engine` syncs checkpoint 0 over checkpoint 0: the digest of live bytes is that of the folder."""
     trainer = trainers(checkpoint(TIED, 0))
     first = synced(server, trainer, 0, takeover=True)
-    plan = first.to_dict()
-    assert plan["bytes"] > 0
+    assert first.bytes > 0
     assert state(server)["digest"] == first.digest
+    same = compare(server.url, WeightSource.from_tensors(checkpoint(TIED, 0)), deadline_s=20)
+    other = compare(server.url, WeightSource.from_tensors(checkpoint(TIED, 1)), deadline_s=20)
+    assert (same.equal, same.unread, same.digest) == (True, (), first.digest)
+    assert len(other.differing) == len(same.matching)
 
 
 def test_a_cached_prefix_is_dropped_with_the_weights(engine, server, trainers):

@@ -260,3 +260,16 @@ def test_a_replaced_trainer_at_the_same_address_is_noticed(trainers):
     importer = make_importer("collective", manifest["sources"], needed, torch.device("cpu"))
     with pytest.raises(StaleSourceError, match="another trainer"):
         importer.open()
+
+
+@pytest.mark.parametrize("name", ["disk", "delta", "collective"])
+def test_only_mapped_memory_can_be_aliased(trainers, options, name):
+    from vime_sync import AliasError
+    from vime_sync.bench import BenchModel, make_source, shape_of_size
+
+    shape = shape_of_size(1)
+    source = make_source(shape, torch.device("cpu"), torch.bfloat16, shared=False)
+    with Publisher(source, name, options=options[name]) as publisher:
+        model = BenchModel(shape, torch.device("cpu"), torch.bfloat16)
+        with pytest.raises(AliasError, match="maps no memory"):
+            model.bound(publisher.manifest())

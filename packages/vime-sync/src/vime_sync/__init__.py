@@ -37,6 +37,7 @@ from vime_sync.publisher import Publisher
 from vime_sync.session import SyncReport, SyncSession
 from vime_sync.source import WeightSource
 from vime_sync.transports.shm import shared_empty
+from vime_sync.verify import Comparison, compare
 
 __all__ = [
     "AliasError",
@@ -44,6 +45,7 @@ __all__ = [
     "AsleepError",
     "Box",
     "CheckpointTensor",
+    "Comparison",
     "Digest",
     "DigestError",
     "DtypeMismatchError",
@@ -71,6 +73,7 @@ __all__ = [
     "VersionConflictError",
     "WeightSource",
     "WindowError",
+    "compare",
     "engine_arguments",
     "engine_environment",
     "merge_manifests",

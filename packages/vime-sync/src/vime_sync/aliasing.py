@@ -37,7 +37,7 @@ from vime_sync.manifest import check_manifest
 from vime_sync.model import Model, plan_model
 from vime_sync.plan import Copy, Plan
 from vime_sync.process import identity, namespace, start_time
-from vime_sync.transports import BufferKey, Importer, make_importer
+from vime_sync.transports import BufferKey, CarriesControl, Importer, make_importer
 
 ALIGN_BYTES = 16
 
@@ -240,6 +240,12 @@ def bind(model: Model, manifest: Any, assign: Callable[[str, torch.Tensor], None
     found.require()
     needed = {(region.rank, region.buffer) for region in found.regions.values()}
     importer = make_importer(manifest["transport"], manifest["sources"], needed, model.device)
+    if isinstance(importer, CarriesControl):
+        raise AliasError(
+            "this transport maps no memory that could be aliased",
+            seen=str(manifest["transport"]),
+            expected="shm or ipc",
+        )
     buffers = importer.open()
     views = {
         name: buffers[(r.rank, r.buffer)].as_strided(
