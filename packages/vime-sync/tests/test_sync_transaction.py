@@ -455,3 +455,37 @@ def test_a_server_without_our_routes_and_one_that_is_gone_are_told_apart(trainer
     engine.gone()
     with pytest.raises(EngineError, match="cannot be reached"):
         trainer.session(engine).connect()
+
+
+def test_a_session_goes_on_after_an_answer_was_lost(engines, trainers):
+    engine, trainer = engines(), staged(trainers, checkpoint(1))
+    session = trainer.session(engine)
+    session.connect()
+    client, real = session._engines[0], session._engines[0].call
+
+    def lose(operation, body=None):
+        real(operation, body)
+        client.call = real
+        raise EngineError("an engine did not answer in time", where=operation)
+
+    client.call = lose
+    with pytest.raises(EngineError, match="in time"):
+        session.update(1)
+    trainer.load(checkpoint(2))
+    trainer.publisher.stage(2)
+    session.update(2)  # it asks again what the engine holds, and finds version 1
+    assert (session.versions(), engine.content()) == ([2], content_of(2))
+
+
+def test_a_session_finds_a_restarted_engine(engines, trainers):
+    from sync_fake_engine import FakeControl
+
+    engine, trainer = engines(), staged(trainers, checkpoint(1))
+    session = trainer.session(engine)
+    session.update(1)
+    engine.sync.engine = FakeControl([FakeModel()])  # the same address, a new process
+    trainer.publisher.stage(2)
+    with pytest.raises(NotStartedError, match="no trainer is connected"):
+        session.update(2)
+    session.update(2)
+    assert engine.sync.engine.models[0].content() == content_of(1)[0]

@@ -297,6 +297,8 @@ class _Worker:
 
 def _worker_main(pipe: Pipe, shape: Shape, device: str, dtype: torch.dtype) -> None:
     """The worker process."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
     model = BenchModel(shape, torch.device(device), dtype)
     receiver = Receiver(model)
     while True:
