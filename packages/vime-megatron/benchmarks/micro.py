@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from vime_megatron.kernels import PLAIN, triton_kernels
 from vime_megatron.kernels.plain import HeadLayout
 from vime_megatron.logprobs import VocabShard, token_logprobs
-from vime_megatron.model.core_attention import cudnn_attention, sdpa_attention, varlen_attention
+from vime_megatron.model.core_attention import either_attention, sdpa_attention, varlen_attention
 from vime_megatron.model.packing import PackedTokens, inverse_frequencies, pack
 
 Save = Callable[[dict[str, Any]], None]
@@ -96,35 +97,28 @@ def _row(lengths: list[int]) -> PackedTokens:
     return pack(documents, inverse_frequencies=inverse_frequencies(128, 1e6), device=torch.device("cuda"))
 
 
+def _measure_attention(backend: Any, lengths: list[int]) -> dict[str, Any]:
+    row = _row(lengths)
+    work = sum(2 * 16 * 128 * n * n for n in lengths)  # causal: half of 4 n^2 h e
+    q, k, v = (_randn(TOKENS, heads, 128, grad=True) for heads in (16, 8, 8))
+    grad = _randn(TOKENS, 16, 128)
+    truth = sdpa_attention(q.detach().float(), k.detach().float(), v.detach().float(), row)
+    out = backend(q, k, v, row)
+    error = float((out.detach().float() - truth).norm() / truth.norm())
+    forward = timed(lambda: backend(q.detach(), k.detach(), v.detach(), row))
+    both = timed(lambda: torch.autograd.grad(backend(q, k, v, row), (q, k, v), grad))
+    return {
+        "error": round(error, 5), "forward_ms": round(forward, 3), "both_ms": round(both, 3),
+        "forward_tflops": round(work / forward / 1e9),
+        "backward_tflops": round(2.5 * work / (both - forward) / 1e9),
+    }  # fmt: skip
+
+
 def _attention(results: dict[str, Any], save: Save) -> None:
-    backends = {"varlen": varlen_attention, "sdpa": sdpa_attention, "cudnn": cudnn_attention}
+    backends = {"varlen": varlen_attention, "sdpa": sdpa_attention, "auto": either_attention}
     for layout, lengths in (("even", EVEN), ("mixed", MIXED)):
-        row = _row(lengths)
-        work = sum(2 * 16 * 128 * n * n for n in lengths)  # causal: half of 4 n^2 h e
-        q, k, v = (
-            _randn(TOKENS, 16, 128, grad=True),
-            _randn(TOKENS, 8, 128, grad=True),
-            _randn(TOKENS, 8, 128, grad=True),
-        )
-        grad = _randn(TOKENS, 16, 128)
-        truth = sdpa_attention(q.detach().float(), k.detach().float(), v.detach().float(), row)
-
         for name, backend in backends.items():
-
-            def measure(backend: Any = backend) -> dict[str, Any]:
-                out = backend(q, k, v, row)
-                error = float((out.detach().float() - truth).norm() / truth.norm())
-                first = torch.autograd.grad(out, (q, k, v), grad)
-                forward = timed(lambda: backend(q.detach(), k.detach(), v.detach(), row))
-                both = timed(lambda: torch.autograd.grad(backend(q, k, v, row), (q, k, v), grad))
-                return {
-                    "error": round(error, 5), "forward_ms": round(forward, 3), "both_ms": round(both, 3),
-                    "forward_tflops": round(work / forward / 1e9),
-                    "backward_tflops": round(2.5 * work / (both - forward) / 1e9),
-                    "grad_norms": [round(float(g.float().norm()), 2) for g in first],
-                }  # fmt: skip
-
-            _try(results, f"{layout}-{name}", measure, save)
+            _try(results, f"{layout}-{name}", partial(_measure_attention, backend, lengths), save)
 
 
 def _kernels(results: dict[str, Any], save: Save) -> None:
@@ -143,7 +137,8 @@ def _kernels(results: dict[str, Any], save: Save) -> None:
         moved = TOKENS * 6144 * 2
         return {
             "forward_ms": round(forward, 3), "backward_ms": round(both - forward, 3),
-            "forward_gb_s": round(3 * moved / forward / 1e6), "backward_gb_s": round(5 * moved / (both - forward) / 1e6),
+            "forward_gb_s": round(3 * moved / forward / 1e6),
+            "backward_gb_s": round(5 * moved / (both - forward) / 1e6),
         }  # fmt: skip
 
     def heads(function: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from vime_megatron.errors import TrainerError
 
 Dtype = Literal["float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
-AttentionBackend = Literal["auto", "sdpa", "varlen", "cudnn"]
+AttentionBackend = Literal["auto", "sdpa", "varlen"]
 KernelBackend = Literal["auto", "torch", "triton"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -103,7 +103,7 @@ class TrainerConfig:
         recompute: Activations that the backward pass computes again instead of keeping: ``selective`` those that are
             cheap (outputs of norms and of the gated activation), ``full`` each layer from its input.
         kernels: Steps between the matrix products; ``auto`` takes Triton on a GPU in half precision, else torch.
-        attention: Core attention; ``auto`` takes the best that works on the device.
+        attention: Core attention; ``auto`` takes the fastest that works on the device, row by row.
         seed: Seed of everything random in the trainer.
         random_weights: Start from a seeded random initialisation instead of the folder's weights.
         timeout_s: Deadline of every collective operation, in seconds.

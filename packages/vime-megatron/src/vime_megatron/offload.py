@@ -177,7 +177,7 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
 def _bytes(tensor: Tensor) -> Tensor:
     """View a tensor's whole storage as bytes."""
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _pieces(tensors: Sequence[Tensor], slabs: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -74,7 +74,7 @@ class _GatedSilu(torch.autograd.Function):
 
 def gated_silu(x_t2f: Tensor) -> Tensor:
     """Return ``silu(gate) * up``; see :func:`vime_megatron.kernels.plain.gated_silu`."""
-    return _GatedSilu.apply(x_t2f)  # type: ignore[no-any-return, no-untyped-call]
+    return _GatedSilu.apply(x_t2f)  # type: ignore[no-untyped-call]
 
 
 @triton.jit
@@ -181,7 +181,7 @@ class _QueryKeyValue(torch.autograd.Function):
         k_tge = _turn(qkv_tx[:, heads * width :], k_weight_e, cos_td, sin_td, groups, layout.eps)
         ctx.save_for_backward(qkv_tx, q_weight_e, k_weight_e, cos_td, sin_td)
         ctx.layout = layout
-        return q_the, k_tge, qkv_tx[:, (heads + groups) * width :].unflatten(1, (groups, width))
+        return q_the, k_tge, qkv_tx[:, (heads + groups) * width :].view(-1, groups, width)
 
     @staticmethod
     def backward(
@@ -209,4 +209,4 @@ def query_key_value(
 
     The halves of a head must be a power of two wide (64 for the usual head of 128), as Triton's blocks are.
     """
-    return _QueryKeyValue.apply(qkv_tx, q_weight_e, k_weight_e, cos_td, sin_td, layout)  # type: ignore[no-any-return, no-untyped-call]
+    return _QueryKeyValue.apply(qkv_tx, q_weight_e, k_weight_e, cos_td, sin_td, layout)  # type: ignore[no-untyped-call]

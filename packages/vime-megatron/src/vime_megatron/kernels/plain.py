@@ -1,8 +1,8 @@
 """The steps in plain torch: the definition of what the fused kernels compute.
 
-Suffixes: ``t`` tokens, ``f`` width of the feed-forward, ``x`` stacked rows ``[q; k; v]`` of this rank, ``h`` query heads,
-``g`` key/value heads, ``e`` width of a head, ``d`` half of it, ``c`` tokens of a chunk, ``v`` vocabulary rows of this
-rank, ``m`` width of the model.
+Suffixes: ``t`` tokens, ``f`` width of the feed-forward, ``x`` stacked rows ``[q; k; v]`` of this rank, ``h`` query
+heads, ``g`` key/value heads, ``e`` width of a head, ``d`` half of it, ``c`` tokens of a chunk, ``v`` vocabulary rows of
+this rank, ``m`` width of the model.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def query_key_value(
     """
     width = layout.width
     sizes = [layout.heads * width, layout.groups * width, layout.groups * width]
-    q_the, k_tge, v_tge = (x.unflatten(-1, (-1, width)) for x in qkv_tx.split(sizes, dim=-1))
+    q_the, k_tge, v_tge = (x.view(*x.shape[:-1], -1, width) for x in torch.split(qkv_tx, sizes, dim=-1))
     if q_weight_e is not None:
         q_the = F.rms_norm(q_the, (width,), q_weight_e, layout.eps)
     if k_weight_e is not None:

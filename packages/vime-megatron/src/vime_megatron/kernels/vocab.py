@@ -1,8 +1,9 @@
 """Triton kernels over rows of logits: one pass to reduce a row, one pass to turn it into its gradient.
 
 The statistics are gathered online (Milakov and Gimelshein, arXiv 1805.02867): when the running peak rises from ``a`` to
-``b``, what was summed so far is corrected by ``mass *= exp(a - b)`` and ``moment = exp(a - b) (moment + (a - b) mass)``.
-Logits are read in their own type and summed in float32; the gradient overwrites them.
+``b``, what was summed so far is corrected by ``mass *= exp(a - b)`` and
+``moment = exp(a - b) (moment + (a - b) mass)``. Logits are read in their own type and summed in float32; the
+gradient overwrites them.
 
 Suffixes as in :mod:`vime_megatron.kernels.plain`.
 """
