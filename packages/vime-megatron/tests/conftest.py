@@ -40,7 +40,17 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 FAMILIES = {
+    "qwen3-moe": MOE,
+    "qwen3-moe-tied": MOE | {"tie_word_embeddings": True, "norm_topk_prob": False},
     "qwen3": {},
     "qwen3-tied": {"tie_word_embeddings": True},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},

@@ -9,7 +9,7 @@ from vime_megatron.model.packing import inverse_frequencies, pack
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference here, not a dependency")
 
-KINDS = ["qwen3", "qwen3-tied", "qwen2", "qwen2-tied", "llama", "llama-tied"]
+KINDS = ["qwen3", "qwen3-tied", "qwen2", "qwen2-tied", "llama", "llama-tied", "qwen3-moe", "qwen3-moe-tied"]
 
 
 @pytest.fixture

@@ -137,11 +137,18 @@ def _check_world(config: TrainerConfig, *, rank: int, world_size: int, init_meth
             seen=f"{world_size} ranks",
             expected=f"a multiple of tensor x pipeline x context = {share}",
         )
+    if world_size // share % config.expert_parallel:
+        raise TrainerError(
+            "expert parallelism does not divide the data-parallel ranks",
+            seen=f"{world_size // share} data-parallel ranks",
+            expected=f"a multiple of expert_parallel = {config.expert_parallel}",
+        )
 
 
 def _describe(config: TrainerConfig, shape: ModelShape, rank: int, world_size: int) -> Topology:
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     layers = shape.layers // config.pipeline_parallel
+    experts = shape.experts // config.expert_parallel
     layout = Layout(
         rank=rank,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -151,6 +158,8 @@ def _describe(config: TrainerConfig, shape: ModelShape, rank: int, world_size: i
         first_stage=parallel_state.is_pipeline_first_stage(),
         last_stage=parallel_state.is_pipeline_last_stage(),
         dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        first_expert=parallel_state.get_expert_model_parallel_rank() * experts,
+        experts=experts,
     )
     layouts: list[Any] = [layout]
     if world_size > 1:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vime_megatron.errors import ModelError
-from vime_megatron.families import llama, qwen2, qwen3
+from vime_megatron.families import llama, qwen2, qwen3, qwen3_moe
 from vime_megatron.families.mapping import Rule
 from vime_megatron.families.shape import ModelShape, read_config
 
@@ -33,7 +33,8 @@ class Family:
 
 
 _FAMILIES = {
-    module.ARCHITECTURE: Family(module.ARCHITECTURE, module.shape_of, module.RULES) for module in (llama, qwen2, qwen3)
+    module.ARCHITECTURE: Family(module.ARCHITECTURE, module.shape_of, module.RULES)
+    for module in (llama, qwen2, qwen3, qwen3_moe)
 }
 
 # Settings that tell what an unknown architecture has and the supported ones have not.

@@ -13,11 +13,12 @@ _HF_LAYER = "model.layers.{L}."
 
 
 def decoder_ends() -> tuple[Rule, ...]:
-    """Embedding, final norm and output projection (absent when tied)."""
+    """Embedding, final norm and output projection (when tied: the embedding again, on a last stage that has none)."""
     return (
         Rule("embedding.word_embeddings.weight", (Part("model.embed_tokens.weight", ("vocab", "hidden"), split=0),)),
         Rule("decoder.final_layernorm.weight", (Part("model.norm.weight", ("hidden",)),)),
         Rule("output_layer.weight", (Part("lm_head.weight", ("vocab", "hidden"), split=0),), when="untied"),
+        Rule("output_layer.weight", (Part("model.embed_tokens.weight", ("vocab", "hidden"), split=0),), when="tied"),
     )
 
 
@@ -68,4 +69,20 @@ def dense_mlp() -> tuple[Rule, ...]:
             ),
         ),
         Rule(to + "linear_fc2.weight", (Part(source + "down_proj.weight", ("hidden", "ffn"), split=1),)),
+    )
+
+
+def expert_mlp() -> tuple[Rule, ...]:
+    """Router, and experts one after the other: ``[gate; up]`` of each in one stack, ``down`` of each in another."""
+    to, source = _LAYER + "mlp.", _HF_LAYER + "mlp."
+    return (
+        Rule(to + "router.weight", (Part(source + "gate.weight", ("experts", "hidden")),)),
+        Rule(
+            to + "experts_fc1",
+            (
+                Part(source + "experts.{X}.gate_proj.weight", ("ffn", "hidden"), split=0),
+                Part(source + "experts.{X}.up_proj.weight", ("ffn", "hidden"), split=0),
+            ),
+        ),
+        Rule(to + "experts_fc2", (Part(source + "experts.{X}.down_proj.weight", ("hidden", "ffn"), split=1),)),
     )

@@ -31,7 +31,7 @@ class Part:
     """One checkpoint tensor inside a parameter.
 
     Attributes:
-        name: Checkpoint name; ``{L}`` stands for the layer.
+        name: Checkpoint name; ``{L}`` stands for the layer, ``{X}`` for the expert.
         shape: Sizes by name, from :attr:`ModelShape.dims`.
         split: Axis that tensor parallelism splits; ``None`` when every rank holds it whole.
     """
@@ -47,13 +47,19 @@ class Rule:
 
     Attributes:
         target: Parameter name; ``{L}`` stands for the layer.
-        parts: What is stacked in it along axis 0, in order.
+        parts: What is stacked in it along axis 0, in order. Parts whose names hold ``{X}`` are repeated for each expert
+            of the rank, one expert after the other.
         when: A boolean attribute of :class:`ModelShape` that must hold for the parameter to exist.
     """
 
     target: str
     parts: tuple[Part, ...]
     when: str | None = None
+
+    @property
+    def per_expert(self) -> bool:
+        """The parts stand for those of every expert."""
+        return "{X}" in self.parts[0].name
 
     @property
     def per_layer(self) -> bool:
@@ -73,7 +79,9 @@ class Layout:
         layers: Number of layers of this stage.
         first_stage: This stage holds the embedding.
         last_stage: This stage holds the final norm and the output projection.
-        dp_rank: Data-parallel rank (context parallelism included); weights are the same on all.
+        dp_rank: Data-parallel rank (context parallelism included); weights are the same on all, experts aside.
+        first_expert: Global number of the first expert of this rank.
+        experts: Number of experts of this rank, the same in each layer; 0 in a dense model.
     """
 
     rank: int = 0
@@ -84,6 +92,8 @@ class Layout:
     first_stage: bool = True
     last_stage: bool = True
     dp_rank: int = 0
+    first_expert: int = 0
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,7 +141,10 @@ def check_layout(shape: ModelShape, tp_size: int, pp_size: int, ep_size: int = 1
     if shape.layers % pp_size:
         seen, expected = f"{shape.layers} layers", f"a multiple of {pp_size}"
         raise ModelError("pipeline parallelism does not divide the model", seen=seen, expected=expected)
-    if ep_size > 1:
+    if shape.experts and shape.experts % ep_size:
+        seen, expected = f"{shape.experts} experts", f"a multiple of {ep_size}"
+        raise ModelError("expert parallelism does not divide the model", seen=seen, expected=expected)
+    if ep_size > 1 and not shape.experts:
         raise ModelError(
             "expert parallelism needs experts",
             where="expert_parallel",
@@ -159,18 +172,22 @@ def placements(rules: Sequence[Rule], shape: ModelShape, layout: Layout) -> list
         if rule.per_layer:
             for local in range(layout.layers):
                 found += _rule_placements(rule, shape, layout, layout.first_layer + local, local)
-        elif _on_stage(rule.target, layout):
+        elif _on_stage(rule, layout):
             found += _rule_placements(rule, shape, layout, 0, 0)
     return found
 
 
 def checkpoint_names(rules: Sequence[Rule], shape: ModelShape) -> set[str]:
     """Return the name of each tensor that a checkpoint of this model holds."""
-    return {placement.name for placement in placements(rules, shape, Layout(layers=shape.layers))}
+    return {
+        placement.name for placement in placements(rules, shape, Layout(layers=shape.layers, experts=shape.experts))
+    }
 
 
-def _on_stage(target: str, layout: Layout) -> bool:
-    return layout.first_stage if target.startswith("embedding.") else layout.last_stage
+def _on_stage(rule: Rule, layout: Layout) -> bool:
+    if rule.when == "tied":  # the copy of the embedding that projects, where the embedding is on another stage
+        return layout.last_stage and not layout.first_stage
+    return layout.first_stage if rule.target.startswith("embedding.") else layout.last_stage
 
 
 def _rule_placements(
@@ -178,13 +195,15 @@ def _rule_placements(
 ) -> Iterator[Placement]:
     param = rule.target.replace("{L}", str(local_layer))
     row = 0
-    for part in rule.parts:
+    experts = range(layout.first_expert, layout.first_expert + layout.experts) if rule.per_expert else (0,)
+    for expert, part in ((expert, part) for expert in experts for part in rule.parts):
         sizes = tuple(shape.dims[name] for name in part.shape)
         box = _share(sizes, part.split, layout)
         rows = box[0][1] - box[0][0]
         local = ((row, row + rows), *((0, stop - start) for start, stop in box[1:]))
         row += rows
-        yield Placement(part.name.replace("{L}", str(global_layer)), sizes, box, param, local, part.split is not None)
+        name = part.name.replace("{L}", str(global_layer)).replace("{X}", str(expert))
+        yield Placement(name, sizes, box, param, local, part.split is not None)
 
 
 def _share(sizes: tuple[int, ...], split: int | None, layout: Layout) -> Box:

@@ -54,6 +54,9 @@ class ModelShape:
         tied: The output projection is the embedding.
         qk_norm: Queries and keys pass an RMS norm per head.
         qkv_bias: The query, key and value projections have biases.
+        experts: Experts of a layer; 0: the feed-forward is dense.
+        experts_per_token: Experts that a token goes to.
+        normalise_experts: The weights of a token's experts are scaled to sum to 1.
         rope_scaling: How the rotary frequencies are rescaled; ``None``: they are not.
         init_std: Standard deviation of random initial weights.
     """
@@ -72,6 +75,9 @@ class ModelShape:
     tied: bool
     qk_norm: bool = False
     qkv_bias: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    normalise_experts: bool = False
     rope_scaling: Llama3Scaling | None = None
     init_std: float = 0.02
 
@@ -90,7 +96,22 @@ class ModelShape:
             "head": self.head_dim,
             "q": self.heads * self.head_dim,
             "kv": self.kv_heads * self.head_dim,
+            "experts": self.experts,
         }
+
+    def forward_flops(self, tokens: int) -> float:
+        """Count the work of one forward pass over a document: what is linear in its length, and causal attention.
+
+        Args:
+            tokens: Length of the document.
+
+        Returns:
+            Floating-point operations, a multiplication and an addition counted as two.
+        """
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        feed_forward = 3 * self.hidden * self.ffn * (self.experts_per_token or 1) + self.hidden * self.experts
+        weights = self.layers * (self.hidden * (2 * q + 2 * kv) + feed_forward) + self.hidden * self.vocab
+        return 2.0 * weights * tokens + 2.0 * self.layers * q * tokens**2
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from vime_megatron.kernels import PLAIN, Kernels
 from vime_megatron.model.attention import StackedSelfAttention
 from vime_megatron.model.core_attention import CoreAttention
 from vime_megatron.model.mlp import GatedMLP
+from vime_megatron.model.moe import MixtureOfExperts
 from vime_megatron.model.norm import RMSNorm
 from vime_megatron.model.packing import PackedTokens
 
@@ -66,9 +67,17 @@ def transformer_config(shape: ModelShape, config: TrainerConfig) -> TransformerC
         A configuration whose losses are sums: nothing is averaged over micro-batches or ranks.
     """
     dtype = DTYPES[config.dtype]
-    recompute: dict[str, Any] = {}
+    special: dict[str, Any] = {}
+    if shape.experts:
+        special = {
+            "num_moe_experts": shape.experts,
+            "moe_ffn_hidden_size": shape.ffn,
+            "moe_router_topk": shape.experts_per_token,
+            "moe_router_pre_softmax": not shape.normalise_experts,
+            "moe_router_load_balancing_type": "none",
+        }
     if config.recompute == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        special |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -104,7 +113,7 @@ def transformer_config(shape: ModelShape, config: TrainerConfig) -> TransformerC
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **recompute,
+        **special,
     )
 
 
@@ -137,7 +146,7 @@ def build_policy(
     layer.submodules.self_attention = ModuleSpec(
         module=StackedSelfAttention, params={"core_attention": core_attention, "qk_norm": shape.qk_norm}
     )
-    layer.submodules.mlp = GatedMLP
+    layer.submodules.mlp = MixtureOfExperts if shape.experts else GatedMLP
     count = get_num_layers_to_build(megatron)
     model = PolicyModel(
         config=megatron,
@@ -156,7 +165,7 @@ def build_policy(
 def _settle(model: PolicyModel, kernels: Kernels, *, selective: bool) -> None:
     """Hand the trainer's choices to the modules that Megatron has built."""
     for module in model.modules():
-        if isinstance(module, StackedSelfAttention | GatedMLP):
+        if isinstance(module, StackedSelfAttention | GatedMLP | MixtureOfExperts):
             module.kernels = kernels
         if isinstance(module, RMSNorm | GatedMLP):
             module.selective = selective
