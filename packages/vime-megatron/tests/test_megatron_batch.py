@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -28,6 +30,17 @@ def test_ranks_are_balanced_by_cost(sizes, ranks):
     plan = plan_batch(sizes, ranks=ranks, max_tokens=10**6, cost=lambda n: float(n * n))
     loads = [sum(sizes[i] ** 2 for row in mine for i in row) for mine in plan.microbatches]
     assert max(loads) - min(loads) <= max(sizes) ** 2
+
+
+def test_the_cost_of_a_sequence_is_its_forward_pass(make_trainer, tiny, batch_of, monkeypatch):
+    trainer = make_trainer(tiny)
+    shape = trainer.shape
+    matrices = sum(param.numel() for name, param in trainer.params.items() if param.dim() == 2 and "word" not in name)
+    attention = sum(2 * 2 * (position + 1) * 32 for position in range(1000)) * shape.layers
+    assert shape.forward_flops(1000) == pytest.approx(2 * matrices * 1000 + attention, rel=1e-3)
+    monkeypatch.setattr(trainer, "topology", dataclasses.replace(trainer.topology, dp_size=2))
+    plan = trainer._plan(batch_of((60, 10, 10, 10, 10, 10, 10, 10)))  # 70 tokens of short ones cost what 60 in a row do
+    assert [sorted(i for row in mine for i in row) for mine in plan.microbatches] == [[0], [1, 2, 3, 4, 5, 6, 7]]
 
 
 def test_a_sequence_longer_than_the_budget_goes_alone():

@@ -411,6 +411,7 @@ class MegatronTrainer:
             [len(sequence) for sequence in sequences],
             ranks=self.topology.dp_size,
             max_tokens=self.config.max_tokens_per_microbatch,
+            cost=self.shape.forward_flops,
         )
 
     def _microbatches(
