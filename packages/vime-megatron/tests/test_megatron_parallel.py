@@ -14,26 +14,51 @@ LAYOUTS = {
     "dp2": (2, {"max_tokens_per_microbatch": 32}),
     "dp2-distributed": (2, {}),
     "tp2-sequence": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_parallel": 2, "max_tokens_per_microbatch": 40}),
+    "ep2": (2, {"expert_parallel": 2, "max_tokens_per_microbatch": 40}),
+    "ep2-distributed": (2, {"expert_parallel": 2}),
 }
 
 
+CASES = [
+    *(("qwen3", layout) for layout in LAYOUTS if "ep2" not in layout),
+    ("qwen3-tied", "pp2"),
+    ("qwen2", "tp2"),
+    ("qwen3-moe", "tp2"),
+    ("qwen3-moe", "tp2-sequence"),
+    ("qwen3-moe", "ep2"),
+    ("qwen3-moe", "ep2-distributed"),
+]
+
+
 @pytest.fixture(scope="module")
-def reference(ranks, tiny, tmp_path_factory):
-    """One rank's two steps."""
-    export = tmp_path_factory.mktemp("reference") / "hf"
-    [result] = ranks("train", 1, model=str(tiny), settings={}, optimizer=OPTIMIZER, export=str(export))
-    exported, before = load_file(export / "model.safetensors"), load_file(tiny / "model.safetensors")
-    for name, tensor in exported.items():
-        assert (tensor - before[name]).abs().max() > 1e-3, name  # or the comparison would say little
-    return result | {"export": exported}
+def reference_of(ranks, model_of, tmp_path_factory):
+    """One rank's two steps on a model, once for all layouts."""
+    made = {}
+
+    def get(kind: str):
+        if kind not in made:
+            export = tmp_path_factory.mktemp("reference") / "hf"
+            [result] = ranks(
+                "train", 1, model=str(model_of(kind)), settings={}, optimizer=OPTIMIZER, export=str(export)
+            )
+            exported = load_file(export / "model.safetensors")
+            before = load_file(model_of(kind) / "model.safetensors")
+            for name, tensor in exported.items():
+                assert (tensor - before[name]).abs().max() > 1e-4, name  # or the comparison would say little
+            made[kind] = result | {"export": exported}
+        return made[kind]
+
+    return get
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_equals_one_rank(ranks, tiny, tmp_path, reference, layout):
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_a_layout_equals_one_rank(ranks, model_of, tmp_path, reference_of, kind, layout):
     world, settings = LAYOUTS[layout]
     optimizer = OPTIMIZER | {"distributed": layout.endswith("distributed")}
     export, save = str(tmp_path / "hf"), str(tmp_path / "saved")
-    results = ranks("train", world, model=str(tiny), settings=settings, optimizer=optimizer, export=export, save=save)
+    reference, model = reference_of(kind), str(model_of(kind))
+    results = ranks("train", world, model=model, settings=settings, optimizer=optimizer, export=export, save=save)
     for result in results:
         for name in ("loss", "grad_norm", "entropy"):
             assert result[name] == pytest.approx(reference[name], rel=1e-5), name
@@ -45,7 +70,7 @@ def test_a_layout_equals_one_rank(ranks, tiny, tmp_path, reference, layout):
     shards = [result["logprobs"] for result in results]
     merged = {index: values for shard in shards for index, values in shard.items()}
     assert merged.keys() == reference["logprobs"].keys()
-    if "dp2" in layout:
+    if "dp2" in layout or "ep2" in layout:
         assert not shards[0].keys() & shards[1].keys()
     for index, values in merged.items():
         torch.testing.assert_close(values, reference["logprobs"][index], rtol=1e-4, atol=2e-4)
