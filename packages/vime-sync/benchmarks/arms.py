@@ -1,18 +1,25 @@
 """One arm of the table a process: measures one thing, and writes what it found as JSON even if it fails half-way.
 
-Times are wall times in milliseconds around an operation that ends with a device synchronisation.
+Times are wall times in milliseconds around an operation that ends with a device synchronisation. An arm that needs
+servers starts them first and then waits at its *gate*: `gpu_table.py` lets several start side by side and measure one
+after another, so that nothing else runs on the machine while one measures.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
+import shutil
+import statistics
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +39,8 @@ class Record:
 
     def __init__(self, path: Path, arm: str, shape: str) -> None:
         """Start a file."""
-        self._path, self._data = path, {"arm": arm, "shape": shape, "rows": [], "notes": {}, "error": ""}
+        self._path = path
+        self._data: dict[str, Any] = {"arm": arm, "shape": shape, "rows": [], "notes": {}, "error": ""}
 
     def row(self, case: str, milliseconds: Iterable[float], nbytes: int = 0, **more: Any) -> None:
         """Add repeated timings of one case."""
@@ -60,6 +68,48 @@ class Record:
     def write(self) -> None:
         """Write the file."""
         self._path.write_text(json.dumps(self._data, indent=1))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every arm gets.
+
+    Attributes:
+        record: Where results go.
+        shape: The model shape.
+        work: A folder for this arm only.
+        gate: Where the arm says that it is ready and is told to go on; None to go on at once.
+        eager: Start no engine with captured graphs (a second attempt).
+    """
+
+    record: Record
+    shape: str
+    work: Path
+    gate: Path | None
+    eager: bool
+
+    def ready(self, deadline_s: float = 480.0) -> None:
+        """Wait for this arm's turn.
+
+        Raises:
+            RuntimeError: If it does not come in time.
+        """
+        if self.gate is None:
+            return
+        (self.gate / "ready").touch()
+        end = time.monotonic() + deadline_s
+        while not (self.gate / "go").exists():
+            if time.monotonic() > end:
+                raise RuntimeError(f"no turn within {deadline_s:.0f} s")
+            time.sleep(0.05)
+
+    def server(self, arguments: list[str], *, device: int = 0, graphs: bool = False, plugin: bool = True) -> Server:
+        """Start a server of the shape."""
+        captured = graphs and not self.eager and torch.cuda.is_available()
+        more = GRAPHS if captured else ["--enforce-eager"]
+        folder = model_folder(self.shape, self.work / self.shape)
+        dtype = config_of(self.shape)["dtype"]
+        return Server(folder, [*arguments, *more], work=self.work, device=device, dtype=dtype, plugin=plugin)
 
 
 def clock(run: Callable[[], Any], times: int, *, warm: int = 2) -> list[float]:
@@ -108,11 +158,13 @@ def _verify(record: Record, items: list[Item], mover: Mover, device: torch.devic
     record.note(bitwise_equal=equal, digests_equal_torch=same, plain_slices=mover.plain, slices=len(items))
 
 
-def kernel(record: Record, shape: str, source: torch.device, target: torch.device, *, sweep: bool) -> None:
+def kernel(setting: Setting, source: torch.device, target: torch.device, *, sweep: bool) -> None:
     """The data plane alone: one process, no engine."""
     from vime_sync.kernels import Tuning
 
-    trainer = make_trainer(shape, source)
+    setting.ready()
+    record = setting.record
+    trainer = make_trainer(setting.shape, source)
     into = torch.zeros_like(trainer.flat, device=target)
     size = trainer.source.nbytes
     record.row("one copy of the whole buffer", clock(lambda: into.copy_(trainer.flat), 10), size)
@@ -122,18 +174,25 @@ def kernel(record: Record, shape: str, source: torch.device, target: torch.devic
         mover = Mover(items, target, copier)
         modes: tuple[DigestMode, ...] = ("off", "sampled", "full") if copier == "triton" else ("off",)
         for mode in modes:
-            times = clock(lambda mover=mover, mode=mode: mover.run(digest=mode, phase=1), 15, warm=3)
+            times = clock(functools.partial(mover.run, digest=mode, phase=1), 15, warm=3)
             record.row(f"{copier}, digest {mode}", times, size)
         if copier == "triton":
-            times = clock(lambda mover=mover: mover.run(digest="full", phase=1, write=False), 15, warm=3)
+            times = clock(functools.partial(mover.run, digest="full", phase=1, write=False), 15, warm=3)
             record.row("triton, digest only", times, size)
             _verify(record, items, mover, target)
-    if sweep:
-        for block, blocks, warps in itertools.product((1024, 2048, 4096), (2, 8, 32), (4, 8)):
-            tuned = Mover(items, target, "triton", tuning=Tuning(block, blocks, warps))
-            for mode in ("off", "full"):
-                times = clock(lambda mover=tuned, mode=mode: mover.run(digest=mode, phase=1), 7, warm=2)
-                record.row(f"tuning {block}x{blocks} warps {warps}, digest {mode}", times, size)
+    swept: tuple[DigestMode, ...] = ("off", "full")
+    for block, blocks, warps in _cuts(peer=source != target) if sweep else ():
+        tuned = Mover(items, target, "triton", tuning=Tuning(block, blocks, warps))
+        for mode in swept:
+            times = clock(functools.partial(tuned.run, digest=mode, phase=1), 7, warm=2)
+            record.row(f"tuning {block}x{blocks} warps {warps}, digest {mode}", times, size)
+
+
+def _cuts(*, peer: bool) -> list[tuple[int, int, int]]:
+    """What a sweep tries: around the best of an earlier, wider one; over a fabric also much longer tiles."""
+    if peer:
+        return [(1024, 2, 4), (1024, 8, 4), (2048, 2, 8), (2048, 8, 8), (4096, 8, 16), (4096, 32, 16)]
+    return list(itertools.product((512, 1024), (4, 8, 16), (2, 4)))
 
 
 def _reports(
@@ -173,115 +232,135 @@ def _load(server: Server, stop: threading.Event, streams: int) -> list[threading
     return threads
 
 
-def copy(record: Record, shape: str, work: Path, *, trainer_on: int, engine_on: int, memory: str) -> None:
+def copy(setting: Setting, *, trainer_on: int, engine_on: int) -> None:
     """A trainer process and a vLLM server: planned copies over IPC (shared memory on a CPU)."""
-    gpu = torch.cuda.is_available()
+    record, gpu = setting.record, torch.cuda.is_available()
     device = torch.device("cuda", trainer_on) if gpu else torch.device("cpu")
-    arguments = [*engine_arguments(weights="dummy"), "--enforce-eager", "--gpu-memory-utilization", memory]
-    dtype = config_of(shape)["dtype"]
-    with Server(model_folder(shape, work / shape), arguments, work=work, device=engine_on, dtype=dtype) as server:
-        record.note(start_seconds=round(server.start_seconds, 1), free_before=free_gib(engine_on))
-        trainer = make_trainer(shape, device)
-        before = free_gib(engine_on)
+    with setting.server(engine_arguments(weights="dummy"), device=engine_on) as server:
+        record.note(start_seconds=round(server.start_seconds, 1))
+        setting.ready()
+        trainer = make_trainer(setting.shape, device)
         publisher = Publisher(trainer.source, "ipc" if gpu else "shm", digest="full")
-        session = SyncSession([server.url], publisher.manifest(), deadline_s=120, mode="direct")
-        started = time.perf_counter()
-        plan = session.connect()[0]
-        record.note(connect_ms=round((time.perf_counter() - started) * 1e3, 1), plan=plan)
+        before = free_gib(engine_on)
+        session = _connect(record, "", SyncSession([server.url], publisher.manifest(), deadline_s=120, mode="direct"))
         version = 1
         modes: tuple[DigestMode, ...] = ("full", "sampled", "off")
         for mode in modes:
             publisher.digest = mode
-            version = _reports(record, f"digest {mode}", trainer, publisher, session, version, 8)
+            version = _reports(record, f"digest {mode}", trainer, publisher, session, version, 10)
         record.note(extra_idle_gib=round(before - free_gib(engine_on), 3))
-        stop = threading.Event()
-        threads = _load(server, stop, 16)
-        time.sleep(2)
-        version = _reports(record, "under load, digest off", trainer, publisher, session, version, 6)
-        stop.set()
-        for thread in threads:
-            thread.join(60)
-        _change(record, server, lambda v, seed: (trainer.fill(seed), publisher.stage(v), session.update(v)), version)
+        version = _under_load(
+            server,
+            lambda first: _reports(record, "under load, digest off", trainer, publisher, session, first, 6),
+            version,
+        )
+
+        def sync(to: int, seed: int) -> None:
+            trainer.fill(seed)
+            publisher.stage(to)
+            session.update(to)
+
+        version = _change(record, server, sync, version)
         session.close()
+        other = SyncSession([server.url], publisher.manifest(), deadline_s=120, mode="direct", copier="torch")
+        _reports(record, "copier torch, digest off", trainer, publisher, _connect(record, "torch_", other), version, 8)
+        other.close()
         publisher.close()
 
 
-def _change(record: Record, server: Server, sync: Callable[[int, int], Any], version: int) -> None:
-    """Other weights give other tokens; the first weights give the first tokens again, exactly."""
+def _connect(record: Record, prefix: str, session: SyncSession) -> SyncSession:
+    started = time.perf_counter()
+    plan = session.connect()[0]
+    took = round((time.perf_counter() - started) * 1e3, 1)
+    record.note(**{f"{prefix}connect_ms": took, f"{prefix}plan": {**plan, "ignored": len(plan["ignored"])}})
+    return session
+
+
+def _under_load(server: Server, measure: Callable[[int], int], version: int) -> int:
+    """Measure while 16 requests are being generated; the next version."""
+    stop = threading.Event()
+    threads = _load(server, stop, 16)
+    time.sleep(2)
+    try:
+        return measure(version)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+
+
+def _change(record: Record, server: Server, sync: Callable[[int, int], Any], version: int) -> int:
+    """Other weights give other tokens; the first weights give the first tokens again, exactly. The next version."""
     seen = []
     for step, seed in enumerate((1, 2, 1)):
         sync(version + step, seed)
         seen.append(server.generate())
     record.note(changed=seen[0] != seen[1], restored_exactly=seen[0] == seen[2])
+    return version + 3
 
 
 GRAPHS = [
     "--compilation-config",
-    '{"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}',
+    json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}),
 ]
 
 
-def _speed(record: Record, server: Server, streams: int = 64, tokens: int = 256) -> None:
-    """Tokens a second of many equal requests; the first round warms up."""
-    rates = []
-    for _ in range(4):
-        started = time.perf_counter()
-        threads = [threading.Thread(target=server.generate, kwargs={"tokens": tokens}) for _ in range(streams)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(300)
-        rates.append(round(streams * tokens / (time.perf_counter() - started), 1))
-    record.note(tokens_per_s=rates[1:], best_tokens_per_s=max(rates[1:]))
+def _speed(server: Server) -> float:
+    """Tokens a second of many equal requests."""
+    streams, tokens = (64, 256) if torch.cuda.is_available() else (4, 8)
+    threads = [threading.Thread(target=server.generate, kwargs={"tokens": tokens}) for _ in range(streams)]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return round(streams * tokens / (time.perf_counter() - started), 1)
 
 
-def _start(shape: str, work: Path, arguments: list[str], memory: str, dtype: str) -> Server:
-    graphs = GRAPHS if torch.cuda.is_available() else ["--enforce-eager"]
-    more = [*graphs, "--max-num-seqs", "64", "--gpu-memory-utilization", memory]
-    return Server(model_folder(shape, work / shape), [*arguments, *more], work=work, dtype=dtype)
+def _compare_speed(record: Record, aliased: Server, plain: Server, rounds: int = 6) -> None:
+    """Rollout speed of two servers on one device, in turns, so that whatever drifts drifts for both."""
+    rates: dict[str, list[float]] = {"aliased": [], "plain": []}
+    for turn in range(rounds + 1):
+        for name, server in (("aliased", aliased), ("plain", plain)):
+            rate = _speed(server)
+            if turn:  # the first turn warms up
+                rates[name].append(rate)
+    middle = {name: statistics.median(found) for name, found in rates.items()}
+    record.note(tokens_per_s=rates, speed_ratio=round(middle["aliased"] / middle["plain"], 4))
 
 
-def plain_speed(record: Record, shape: str, work: Path, *, memory: str) -> None:
-    """An engine with weights of its own, captured graphs on: what the aliased one is compared with."""
-    with _start(shape, work, [*engine_arguments(weights="dummy")], memory, config_of(shape)["dtype"]) as server:
-        record.note(start_seconds=round(server.start_seconds, 1), memory=server.grep("Model loading took"))
-        _speed(record, server)
-
-
-def alias(record: Record, shape: str, work: Path, *, memory: str) -> None:
-    """An engine that runs on the trainer's memory, captured graphs on."""
-    gpu = torch.cuda.is_available()
-    trainer = make_trainer(shape, torch.device("cuda", 0) if gpu else torch.device("cpu"))
+def alias(setting: Setting) -> None:
+    """An engine that runs on the trainer's memory, captured graphs on, and beside it one with weights of its own."""
+    record, gpu = setting.record, torch.cuda.is_available()
+    trainer = make_trainer(setting.shape, torch.device("cuda", 0) if gpu else torch.device("cpu"))
     publisher = Publisher(trainer.source, "ipc" if gpu else "shm", digest="off")
     publisher.stage(0)
     manifest = publisher.manifest()
-    path = work / "manifest.json"
+    path = setting.work / "manifest.json"
     path.write_text(json.dumps(manifest))
-    before = free_gib()
-    with _start(
-        shape, work, engine_arguments(weights="alias", manifest=path), memory, config_of(shape)["dtype"]
-    ) as server:
-        record.note(start_seconds=round(server.start_seconds, 1), memory=server.grep("Model loading took"))
-        record.note(engine_took_gib=round(before - free_gib(), 2))
-        session = SyncSession([server.url], manifest, deadline_s=60)
-        started = time.perf_counter()
-        session.connect()
-        record.note(connect_ms=round((time.perf_counter() - started) * 1e3, 1), state=session.states()[0])
+    with ExitStack() as stack:
+        server = setting.server(engine_arguments(weights="alias", manifest=path), graphs=True)
+        stack.callback(server.stop)
+        plain = setting.server(engine_arguments(weights="dummy"), graphs=True)
+        stack.callback(plain.stop)
+        for name, one in (("aliased", server), ("plain", plain)):
+            one.wait()
+            facts = {"start_seconds": round(one.start_seconds, 1), "memory": one.grep("Model loading took")}
+            record.note(**{f"{name}_{key}": value for key, value in facts.items()})
+        setting.ready()
+        session = _connect(record, "", SyncSession([server.url], manifest, deadline_s=60))
+        record.note(state=session.states()[0])
         version = 1
         modes: tuple[DigestMode, ...] = ("off", "full")
         for mode in modes:
             publisher.digest = mode
-            version = _writes(record, f"idle, digest {mode}", publisher, session, version, 12)
+            version = _writes(record, f"idle, digest {mode}", publisher, session, version, 22)
         publisher.digest = "off"
-        stop = threading.Event()
-        threads = _load(server, stop, 16)
-        time.sleep(2)
-        version = _writes(record, "under load", publisher, session, version, 8)
-        stop.set()
-        for thread in threads:
-            thread.join(60)
+        version = _under_load(
+            server, lambda first: _writes(record, "under load", publisher, session, first, 12), version
+        )
         _change(record, server, lambda v, seed: _write(publisher, session, v, lambda: trainer.fill(seed)), version)
-        _speed(record, server)
+        _compare_speed(record, server, plain)
         session.close()
     publisher.close(force=True)
 
@@ -318,29 +397,34 @@ def _hf_model(shape: str, folder: Path, device: torch.device) -> torch.nn.Module
     return made
 
 
-def vllm_engine(record: Record, shape: str, work: Path, *, backend: str, engine_on: int, memory: str) -> None:
+def vllm_engine(setting: Setting, *, backend: str, engine_on: int) -> None:
     """Measure the weight-transfer engines of vLLM itself, on the same shape."""
-    from vllm.distributed.weight_transfer.base import ModuleSource
-    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    arguments = ["--load-format", "dummy", "--weight-transfer-config", json.dumps({"backend": backend})]
+    server = setting.server(arguments, device=engine_on, plugin=False)
+    with ExitStack() as stack:
+        stack.callback(server.stop)
+        from vllm.distributed.weight_transfer.base import ModuleSource  # while the server starts
+        from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    folder = model_folder(shape, work / shape)
-    arguments = ["--load-format", "dummy", "--enforce-eager", "--gpu-memory-utilization", memory]
-    arguments += ["--weight-transfer-config", json.dumps({"backend": backend})]
-    with Server(folder, arguments, work=work, device=engine_on, plugin=False) as server:
-        model = _hf_model(shape, folder, torch.device("cuda", 0))
+        server.wait()
+        setting.record.note(start_seconds=round(server.start_seconds, 1))
+        setting.ready()
+        model = _hf_model(setting.shape, Path(server.model), torch.device("cuda", 0))
         size = sum(p.numel() * p.element_size() for p in model.parameters())
-        if backend == "ipc":
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-            info: Any = IPCTrainerInitInfo(rank=0, packed=False)
-        else:
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-            info = NCCLTrainerInitInfo(rank=0, master_address="127.0.0.1", master_port=29777, world_size=2)
+        info: Any = (
+            IPCTrainerInitInfo(rank=0, packed=False)
+            if backend == "ipc"
+            else NCCLTrainerInitInfo(rank=0, master_address="127.0.0.1", master_port=29777, world_size=2)
+        )
         client, source = HTTPVLLMWeightSyncClient(server.url), ModuleSource(model)
         engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
-        record.row(f"vLLM {backend}: send_weights, all of it", clock(engine.send_weights, 6, warm=1), size)
+        times = clock(engine.send_weights, 8, warm=2)
+        setting.record.row(f"vLLM {backend}: send_weights, all of it", times, size)
+        seen = server.generate()
+        setting.record.note(tokens_after=seen["tokens"][:6])
 
 
 def main() -> None:
@@ -349,31 +433,34 @@ def main() -> None:
     parser.add_argument("arm")
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--memory", default="0.3")
+    parser.add_argument("--logs", type=Path, required=True, help="where servers' logs go if the arm fails")
+    parser.add_argument("--gate", type=Path, help="a folder: wait in it for the arm's turn")
+    parser.add_argument("--eager", action="store_true", help="capture no graphs")
     options = parser.parse_args()
     record = Record(options.out, options.arm, options.shape)
     gpu = torch.cuda.is_available()
     zero = torch.device("cuda", 0) if gpu else torch.device("cpu")
     one = torch.device("cuda", 1) if torch.cuda.device_count() > 1 else zero
     with tempfile.TemporaryDirectory(prefix="vime-bench-") as name:
-        work, shape, memory = Path(name), options.shape, options.memory
+        setting = Setting(record, options.shape, Path(name), options.gate, options.eager)
         arms: dict[str, Callable[[], None]] = {
-            "kernel": lambda: kernel(record, shape, zero, zero, sweep=False),
-            "tune": lambda: kernel(record, shape, zero, zero, sweep=True),
-            "kernel-peer": lambda: kernel(record, shape, zero, one, sweep=False),
-            "tune-peer": lambda: kernel(record, shape, zero, one, sweep=True),
-            "copy": lambda: copy(record, shape, work, trainer_on=0, engine_on=0, memory=memory),
-            "copy-peer": lambda: copy(record, shape, work, trainer_on=0, engine_on=1, memory=memory),
-            "alias": lambda: alias(record, shape, work, memory=memory),
-            "plain-speed": lambda: plain_speed(record, shape, work, memory=memory),
-            "vllm-ipc": lambda: vllm_engine(record, shape, work, backend="ipc", engine_on=0, memory=memory),
-            "vllm-nccl": lambda: vllm_engine(record, shape, work, backend="nccl", engine_on=1, memory=memory),
+            "kernel": lambda: kernel(setting, zero, zero, sweep=False),
+            "tune": lambda: kernel(setting, zero, zero, sweep=True),
+            "kernel-peer": lambda: kernel(setting, zero, one, sweep=False),
+            "tune-peer": lambda: kernel(setting, zero, one, sweep=True),
+            "copy": lambda: copy(setting, trainer_on=0, engine_on=0),
+            "copy-peer": lambda: copy(setting, trainer_on=0, engine_on=1),
+            "alias": lambda: alias(setting),
+            "vllm-ipc": lambda: vllm_engine(setting, backend="ipc", engine_on=0),
+            "vllm-nccl": lambda: vllm_engine(setting, backend="nccl", engine_on=1),
         }
         try:
             arms[options.arm]()
         except Exception as error:
             record.fail(f"{type(error).__name__}: {error}"[:2000])
             traceback.print_exc()
+            for log in setting.work.glob("server-*.log"):
+                shutil.copy(log, options.logs / f"{options.arm}-{log.name}")
             raise SystemExit(1) from error
 
 

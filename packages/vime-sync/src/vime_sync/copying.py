@@ -94,11 +94,18 @@ class Mover:
             device: Where the copies run (peers' memory may be read from it).
             copier: See `choose_copier`.
             tuning: How the kernel cuts tiles, if not by its defaults.
+
+        Raises:
+            TransactionError: If the kernel would have to read memory that its device has no access to.
         """
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._items, self._device, self.copier = list(items), device, copier
         self._tables: list[tuple[SegmentTable, list[int]]] = []
         self._plain = list(range(len(self._items)))
         if copier == "triton":
+            for owner in {t.device for item in self._items for t in (item.source, item.target)} - {device}:
+                _reach(device, owner)
             self._tables, self._plain = _tabulate(self._items, device, tuning)
 
     @property
@@ -148,11 +155,35 @@ class Mover:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
 
+def _reach(reader: torch.device, owner: torch.device) -> None:
+    """Let kernels on one device dereference addresses of another.
+
+    Memory that came by IPC is mapped for the importing device and needs none of this; two devices of one process do.
+    torch gives access as a side effect of a copy: it runs one on the device that holds the source, and lets that device
+    reach the other one. So a copy from the reader is what is needed, and the usual direction alone leaves the reader
+    with an illegal access.
+
+    Raises:
+        TransactionError: If there is no such access.
+    """
+    possible = reader.type == owner.type == "cuda" and torch.cuda.can_device_access_peer(reader, owner)
+    if not possible:
+        raise TransactionError(
+            "a kernel cannot read this memory",
+            seen=f"memory of {owner}, a kernel on {reader}",
+            expected="memory of that device, or of a peer that it can access",
+            fix='use copier="torch"',
+        )
+    for one, other in ((reader, owner), (owner, reader)):
+        torch.empty(1, device=other).copy_(torch.zeros(1, device=one))
+        torch.cuda.synchronize(one)
+
+
 def _tabulate(
     items: Sequence[Item], device: torch.device, tuning: Tuning | None
 ) -> tuple[list[tuple[SegmentTable, list[int]]], list[int]]:
     """Put the items that are whole words into one table of dense and one of strided segments."""
-    from vime_sync.kernels import SegmentTable, Tuning
+    from vime_sync.kernels import SegmentTable
 
     kinds: dict[bool, list[tuple[int, Segment]]] = {False: [], True: []}
     plain = []
@@ -171,7 +202,7 @@ def _tabulate(
         if kind:
             segments = [segment for _, segment in kind]
             seeds = [seed_of(items[index].name) for index, _ in kind]
-            table = SegmentTable(segments, seeds, device, tuning=tuning or Tuning())
+            table = SegmentTable(segments, seeds, device, tuning=tuning)
             tables.append((table, [index for index, _ in kind]))
     return tables, plain
 

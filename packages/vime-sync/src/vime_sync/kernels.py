@@ -42,14 +42,21 @@ class Tuning:
         warps: Warps a program.
     """
 
-    block: int = 2048
-    blocks: int = 4
-    warps: int = 8
+    block: int
+    blocks: int
+    warps: int
 
     @property
     def tile(self) -> int:
         """Words of a tile."""
         return self.block * self.blocks
+
+
+#: The best of a sweep over 18 cuts on an H200 (benchmarks/README.md). A copy alone wants short tiles: more of them in
+#: flight, and the last wave is over sooner. A digest wants longer ones, because every tile ends in a reduction over its
+#: block and two atomic additions, and fewer warps, which leaves each more registers.
+COPYING = Tuning(block=1024, blocks=2, warps=8)
+DIGESTING = Tuning(block=1024, blocks=8, warps=4)
 
 
 @triton.jit(do_not_specialize=["count", "phase"])  # type: ignore[untyped-decorator]
@@ -126,39 +133,25 @@ class SegmentTable:
     """Segments of one kind (dense or strided), on the device, ready to be moved any number of times."""
 
     def __init__(
-        self,
-        segments: Sequence[Segment],
-        seeds: Sequence[int],
-        device: torch.device,
-        *,
-        tuning: Tuning = Tuning(),  # noqa: B008 (immutable)
+        self, segments: Sequence[Segment], seeds: Sequence[int], device: torch.device, *, tuning: Tuning | None = None
     ) -> None:
-        """Write the table.
+        """Write the table, once for each way in which tiles are cut.
 
         Args:
             segments: What to move; the memory must outlive the table.
             seeds: The digest seed of each segment's checkpoint tensor.
             device: Where the kernel runs.
-            tuning: How tiles are cut.
+            tuning: How tiles are cut, if not as `COPYING` and `DIGESTING` say.
         """
-        self.count, self._tuning, self._device = len(segments), tuning, device
+        self.count, self._tuning = len(segments), tuning
         self._strided = any(s.rows > 1 for s in segments)
         self._wide = all(s.wide for s in segments)
-        columns: list[list[int]] = [[] for _ in range(_COLUMNS)]
-        tiles = 0
-        for segment, seed in zip(segments, seeds, strict=True):
-            words = segment.rows * segment.row_words
-            values = (tiles, segment.source, segment.target, words, segment.word, signed(seed), segment.row_words)
-            strides = (segment.source_stride // 8, segment.target_stride // 8, segment.word_stride)
-            for column, value in zip(columns, (*values, *strides), strict=True):
-                column.append(value)
-            tiles += -(-words // tuning.tile)
-        self.tiles = tiles
-        self._table = torch.tensor(columns, dtype=torch.int64).to(device)
+        cuts = {tuning} if tuning else {COPYING, DIGESTING}
+        self._tables = {cut: _table(segments, seeds, cut, device) for cut in cuts}
         self._sums = torch.zeros(self.count, 2, dtype=torch.int64, device=device)
 
     def move(self, *, write: bool, digest: DigestMode, phase: int = 0) -> torch.Tensor:
-        """Queue the kernel.
+        """Queue the kernel on the current stream of the current device, which must be the table's.
 
         Args:
             write: Copy; otherwise only read (and digest).
@@ -169,27 +162,45 @@ class SegmentTable:
             int64 [segments, 2]: the digest of each segment, valid until the next call.
         """
         self._sums.zero_()
-        self._launch(self.tiles, write=write, digest=digest, phase=phase)
+        self._launch(write=write, digest=digest, phase=phase, run=True)
         return self._sums
 
     def compile(self, *, write: bool, digest: DigestMode) -> None:
         """Compile the variant that `move` would use, without running it: an engine must not wait for it in a pause."""
-        self._launch(0, write=write, digest=digest, phase=0)
+        self._launch(write=write, digest=digest, phase=0, run=False)
 
-    def _launch(self, tiles: int, *, write: bool, digest: DigestMode, phase: int) -> None:
-        launch: Any = _move[(tiles,)]
+    def _launch(self, *, write: bool, digest: DigestMode, phase: int, run: bool) -> None:
+        cut = self._tuning or (COPYING if digest == "off" else DIGESTING)
+        table, tiles = self._tables[cut]
+        launch: Any = _move[(tiles if run else 0,)]  # Triton compiles for a grid of no programs, and launches nothing
         launch(
-            self._table,
+            table,
             self._sums,
             self.count,
             phase,
             STEPS=max(1, self.count).bit_length() + 1,
-            BLOCK=self._tuning.block,
-            BLOCKS=self._tuning.blocks,
+            BLOCK=cut.block,
+            BLOCKS=cut.blocks,
             COPY=write,
             DIGEST=digest != "off",
             SAMPLED=digest == "sampled",
             STRIDED=self._strided,
             WIDE=self._wide,
-            num_warps=self._tuning.warps,
+            num_warps=cut.warps,
         )
+
+
+def _table(
+    segments: Sequence[Segment], seeds: Sequence[int], cut: Tuning, device: torch.device
+) -> tuple[torch.Tensor, int]:
+    """The columns that the kernel reads, int64 [_COLUMNS, segments], and how many tiles there are."""
+    columns: list[list[int]] = [[] for _ in range(_COLUMNS)]
+    tiles = 0
+    for segment, seed in zip(segments, seeds, strict=True):
+        words = segment.rows * segment.row_words
+        values = (tiles, segment.source, segment.target, words, segment.word, signed(seed), segment.row_words)
+        strides = (segment.source_stride // 8, segment.target_stride // 8, segment.word_stride)
+        for column, value in zip(columns, (*values, *strides), strict=True):
+            column.append(value)
+        tiles += -(-words // cut.tile)
+    return torch.tensor(columns, dtype=torch.int64).to(device), tiles

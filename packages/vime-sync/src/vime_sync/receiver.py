@@ -348,13 +348,15 @@ class Receiver:
         return {**reply, "seconds": time.perf_counter() - started}
 
     def _write(self, link: Connection, staged: Staged) -> dict[str, Any]:
-        live, reply = self.model.live(), {}
+        reply: dict[str, Any] = {}
+        _synchronize(self.model.device)  # a paused scheduler may have left its last step on another stream
         with torch.no_grad():
             if link.mode == "shadow":
+                live = self.model.live()
                 for name, values in staged.shadow.items():
                     live[name].data.copy_(values)
             else:
-                reply = self._transfer(link, staged, {name: live[name].data for name in link.plan.live_names})
+                reply = self._transfer(link, staged, {})  # its program was bound to the live tensors at connect
             if link.plan.reload:
                 self._reload(link, staged)
             _synchronize(self.model.device)
@@ -453,6 +455,7 @@ class Receiver:
         if version <= self.version:
             raise VersionConflictError("the version is not newer", seen=str(version), expected=f"> {self.version}")
         self._check_awake()
+        _synchronize(self.model.device)  # the trainer writes next, and no stream orders it after our last step
         self._opened = Staged(version, {rank: control.sequence for rank, control in link.controls.items()})
         return {}
 

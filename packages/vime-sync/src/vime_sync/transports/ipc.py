@@ -15,6 +15,10 @@ where that ordinal exists otherwise. So it is always replaced. That gives the im
 is the same code and is unconfirmed on hardware.
 
 Memory of an expandable-segments pool is refused: its handles are file descriptors, opened page by page.
+
+The memory belongs to the exporter for as long as its storage lives. The tensors that `IpcImporter.open` returns keep
+the mapping; dropping the last of them closes it. torch counts one importer a handle and may see more (several workers,
+a second session), so nothing here relies on that count: the publisher holds the storage until it is closed.
 """
 
 from __future__ import annotations
@@ -34,12 +38,22 @@ from vime_sync.layout import DTYPES, dtype_name
 from vime_sync.source import WeightSource
 from vime_sync.transports import BufferKey
 
-#: What torch's `_share_cuda_` returns and `_new_shared_cuda` takes, in order.
-FIELDS = ("device", "handle", "size", "offset", "ref_counter", "ref_offset", "event", "event_sync")
-_BYTES = ("handle", "ref_counter", "event")
-#: torch writes a version byte and a kind byte before the runtime's 64 bytes; this kind is a file descriptor.
-_EXPANDABLE = b"e"
+#: What torch's `_share_cuda_` returns and `_new_shared_cuda` takes, in order. The types are exact on both sides:
+#: torch 2.11 refuses an int where it wants a bool.
+FIELDS: dict[str, type] = {
+    "device": int,
+    "handle": bytes,
+    "size": int,
+    "offset": int,
+    "ref_counter": bytes,
+    "ref_offset": int,
+    "event": bytes,
+    "event_sync": bool,
+}
+#: Bytes of a runtime's own handle. torch (2.5 and newer) writes a version byte and a kind byte before them; of an
+#: expandable segment it writes a list of descriptors instead, which may be shorter or longer.
 _RUNTIME_HANDLE = 64
+_MALLOC = b"c"
 
 
 def device_identity(index: int) -> DeviceId:
@@ -71,14 +85,15 @@ def encode_handle(shared: tuple[Any, ...], device: DeviceId, host: str) -> dict[
     """
     fields = dict(zip(FIELDS, shared, strict=True))
     handle = bytes(fields["handle"])
-    if len(handle) > _RUNTIME_HANDLE and handle[1:2] == _EXPANDABLE:
+    if len(handle) != _RUNTIME_HANDLE and handle[1:2] != _MALLOC:
         raise TransportError(
             "memory of an expandable segment cannot be shared",
             where=str(device),
-            seen="PYTORCH_ALLOC_CONF has expandable_segments:True",
+            seen=f"a handle of kind {handle[1:2]!r}, {len(handle)} bytes; PYTORCH_ALLOC_CONF has expandable_segments",
+            expected=f"memory of cudaMalloc or hipMalloc, kind {_MALLOC!r}",
             fix="allocate the published buffers without expandable segments",
         )
-    plain = {k: base64.b64encode(bytes(v)).decode("ascii") if k in _BYTES else int(v) for k, v in fields.items()}
+    plain = {name: _plain(fields[name], kind) for name, kind in FIELDS.items()}
     identity = {"scheme": device.scheme, "unique": device.unique, "partition": device.partition}
     return {"identity": identity, "host": host, "fields": plain}
 
@@ -100,9 +115,7 @@ def decode_handle(record: Any, *, where: str) -> tuple[DeviceId, str, tuple[Any,
         identity, fields, host = record["identity"], record["fields"], record["host"]
         partition = identity["partition"]
         device = DeviceId(identity["scheme"], identity["unique"], None if partition is None else _natural(partition))
-        values = tuple(
-            base64.b64decode(fields[k], validate=True) if k in _BYTES else _natural(fields[k]) for k in FIELDS
-        )
+        values = tuple(_exact(fields[name], kind) for name, kind in FIELDS.items())
     except (KeyError, TypeError, ValueError, binascii.Error) as cause:
         raise TransportError("malformed handle", where=where, seen=repr(cause)[:120]) from cause
     if not all(isinstance(text, str) for text in (host, device.scheme, device.unique)) or len(fields) != len(FIELDS):
@@ -110,10 +123,40 @@ def decode_handle(record: Any, *, where: str) -> tuple[DeviceId, str, tuple[Any,
     return device, host, values
 
 
+def _plain(value: Any, kind: type) -> Any:
+    """A field as JSON."""
+    return base64.b64encode(bytes(value)).decode("ascii") if kind is bytes else kind(value)
+
+
+def _exact(value: Any, kind: type) -> Any:
+    """A field as the type that torch wants."""
+    if kind is bytes:
+        return base64.b64decode(value, validate=True)
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{value!r} is neither true nor false")
+        return value
+    return _natural(value)
+
+
 def _natural(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{value!r} is not a natural number")
     return value
+
+
+def _share(storage: torch.UntypedStorage, where: str) -> tuple[Any, ...]:
+    """Take a handle; the allocator may refuse (expandable segments, pluggable allocators)."""
+    try:
+        shared: tuple[Any, ...] = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    except RuntimeError as cause:
+        raise TransportError(
+            "the allocator does not share this memory",
+            where=where,
+            seen=(str(cause).splitlines() or [type(cause).__name__])[0],
+            fix="allocate the published buffers by torch's own allocator, without expandable segments",
+        ) from cause
+    return shared
 
 
 def route(own: DeviceId, theirs: DeviceId, host: str, *, peers: Mapping[DeviceId, bool], where: str) -> str:
@@ -186,8 +229,7 @@ class IpcExporter:
             storage = buffer.untyped_storage()
             if storage.data_ptr() not in shared:
                 identity = device_identity(buffer.device.index or 0)
-                raw = storage._share_cuda_()  # type: ignore[no-untyped-call]
-                shared[storage.data_ptr()] = encode_handle(raw, identity, boot_id())
+                shared[storage.data_ptr()] = encode_handle(_share(storage, str(identity)), identity, boot_id())
             self._records[name] = {
                 "dtype": dtype_name(buffer.dtype),
                 "numel": buffer.numel(),

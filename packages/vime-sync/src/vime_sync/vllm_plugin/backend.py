@@ -36,13 +36,18 @@ class VllmModel:
         self.device = torch.device(device)
         self.rank = int(vllm_config.parallel_config.rank)
         self.world_size = int(vllm_config.parallel_config.world_size)
+        #: The tree of modules does not change after loading, and walking it inside a pause costs milliseconds.
+        self._modules = [
+            (f"{name}." if name else "", module) for name, module in model.named_modules(remove_duplicate=False)
+        ]
 
     def live(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers, tied ones under each name."""
-        return {
-            **{n: p.data for n, p in self._model.named_parameters(remove_duplicate=False)},
-            **{n: b for n, b in self._model.named_buffers(remove_duplicate=False) if b is not None},
-        }
+        """Parameters and buffers as the modules hold them now, tied ones under each name."""
+        found: dict[str, torch.Tensor] = {}
+        for prefix, module in self._modules:
+            found |= {prefix + key: p.data for key, p in module._parameters.items() if p is not None}
+            found |= {prefix + key: b for key, b in module._buffers.items() if b is not None}
+        return found
 
     def required(self) -> set[str]:
         """The parameters."""
