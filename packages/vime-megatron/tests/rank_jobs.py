@@ -35,10 +35,12 @@ def _trainer(order, model, settings, optimizer):
     return MegatronTrainer(config, **{key: order[key] for key in keys})
 
 
-def train(order, *, model, settings, optimizer, steps=2, export=None, save=None):
-    """Take steps; return metrics, logprobs of this rank's shard, and optionally export and save."""
+def train(order, *, model, settings, optimizer, steps=2, export=None, save=None, load=None):
+    """Take steps; return metrics, logprobs of this rank's shard, and optionally load, export and save."""
     trainer = _trainer(order, model, settings, optimizer)
     batch = _conftest().make_batch()
+    if load:
+        trainer.load(load)
     metrics = [trainer.step(batch, policy_loss) for _ in range(steps)]
     if export:
         trainer.export_hf(export)

@@ -15,7 +15,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vime_megatron.errors import CheckpointError
+from vime_megatron.reshard import LAYOUT_KEYS, OldRanks
 
 if TYPE_CHECKING:
+    from vime_megatron.families.mapping import Placement
     from vime_megatron.parallel import Topology
     from vime_megatron.trainer import MegatronTrainer
 
@@ -72,7 +75,9 @@ def save_checkpoint(trainer: MegatronTrainer, folder: Path) -> None:
     def seal(temporary: Path) -> None:
         if topology.rank == 0:
             files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
-            manifest = {"format": FORMAT, **_identity(trainer), "step": trainer.state.step, "files": files}
+            layouts = [asdict(layout) for layout in topology.layouts]
+            manifest = {"format": FORMAT, **_identity(trainer), "step": trainer.state.step}
+            manifest |= {"layouts": layouts, "files": files}
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
     publish(topology, folder, write, seal)
@@ -83,25 +88,63 @@ def load_checkpoint(trainer: MegatronTrainer, folder: Path) -> None:
     folder, manifest = _find(folder)
     identity = _identity(trainer)
     different = {key: (manifest.get(key), value) for key, value in identity.items() if manifest.get(key) != value}
+    if different and LAYOUT_KEYS.issuperset(different) and not trainer.config.optimizer.distributed:
+        _reshard(trainer, folder, manifest)
+        return
     if different:
         raise CheckpointError(
             "the checkpoint is of another model or layout",
             where=str(folder),
             seen=", ".join(f"{key}={seen!r}" for key, (seen, _) in different.items()),
             expected=", ".join(f"{key}={wanted!r}" for key, (_, wanted) in different.items()),
+            fix="sizes may differ unless the optimiser is distributed; else export_hf from the layout that wrote it",
         )
     name = _rank_name(trainer.topology.rank)
-    for file in (f"{name}.safetensors", f"{name}.json"):
-        path, recorded = folder / file, manifest["files"].get(file)
-        seen = _fingerprint(path) if path.is_file() else None
-        if seen != recorded or recorded is None:
-            expected = str(recorded)
-            raise CheckpointError("a checkpoint file is damaged", where=str(path), seen=str(seen), expected=expected)
+    _check_files(folder, manifest, (f"{name}.safetensors", f"{name}.json"))
     try:
         tensors = load_file(folder / f"{name}.safetensors")
     except SafetensorError as error:
         raise CheckpointError("a checkpoint file is damaged", where=f"{folder}/{name}", seen=str(error)) from error
     _restore(trainer, tensors, json.loads((folder / f"{name}.json").read_text()))
+
+
+def _check_files(folder: Path, manifest: dict[str, Any], names: Iterable[str]) -> None:
+    """Compare files with the manifest's checksums."""
+    for file in names:
+        path, recorded = folder / file, manifest["files"].get(file)
+        seen = _fingerprint(path) if path.is_file() else None
+        if seen != recorded or recorded is None:
+            expected = str(recorded)
+            raise CheckpointError("a checkpoint file is damaged", where=str(path), seen=str(seen), expected=expected)
+
+
+def _reshard(trainer: MegatronTrainer, folder: Path, manifest: dict[str, Any]) -> None:
+    """Read weights and optimiser from the files of another layout's ranks; see :mod:`vime_megatron.reshard`."""
+    _check_files(folder, manifest, sorted(manifest["files"]))
+    old = OldRanks(folder, manifest.get("layouts"), trainer._family.rules, trainer.shape, _rank_name)
+    mine: dict[str, list[Placement]] = {}
+    for place in trainer._placed:
+        mine.setdefault(place.param, []).append(place)
+    names = _slot_names(trainer)
+    with torch.no_grad():
+        for name, param in trainer.params.items():
+            old.fill(param.data, mine[name], lambda _rank, source: f"model.{source}")
+        for key, master, state in _optimizer_slots(trainer):
+            places = mine[names[key]]
+            if not trainer.owns(master):
+                old.fill(master.data, places, lambda rank, source: f"{old.slot(rank, source)}.param")
+            state.clear()
+            for kind, value in old.state(master.data, places).items():
+                state[kind] = value.to(_home(trainer, master, kind))
+    trainer.scheduler.num_steps = old.scalars(0)["schedule_steps"]
+    trainer.state.step = old.scalars(0)["step"]
+
+
+def _slot_names(trainer: MegatronTrainer) -> dict[str, str]:
+    """Name the parameter of each optimiser slot; nothing for the flat shards of the distributed optimiser."""
+    owners = {id(getattr(param, "main_param", None)): name for name, param in trainer.params.items()}
+    owners |= {id(param): name for name, param in trainer.params.items()}
+    return {key: owners[id(master)] for key, master, _ in _optimizer_slots(trainer) if id(master) in owners}
 
 
 # what a rank's files hold -------------------------------------------------------------------------------------------
@@ -126,7 +169,8 @@ def _scalars(trainer: MegatronTrainer) -> dict[str, Any]:
         for _, inner in _inner_optimizers(trainer)
         for group in inner.param_groups
     ]
-    return {"step": trainer.state.step, "schedule_steps": trainer.scheduler.num_steps, "groups": groups}
+    scalars = {"step": trainer.state.step, "schedule_steps": trainer.scheduler.num_steps, "groups": groups}
+    return scalars | {"slots": _slot_names(trainer)}
 
 
 def _inner_optimizers(trainer: MegatronTrainer) -> Iterator[tuple[int, Any]]:
@@ -144,7 +188,6 @@ def _optimizer_slots(trainer: MegatronTrainer) -> Iterator[tuple[str, Tensor, di
 
 def _restore(trainer: MegatronTrainer, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
     device = trainer._platform.device
-    groups_now = [group for _, inner in _inner_optimizers(trainer) for group in inner.param_groups]
     with torch.no_grad():
         for name, param in trainer.params.items():
             param.data.copy_(tensors[f"model.{name}"])
@@ -153,10 +196,9 @@ def _restore(trainer: MegatronTrainer, tensors: dict[str, Tensor], scalars: dict
                 master.data.copy_(tensors[f"{key}.param"])
             state.clear()
             prefix = f"{key}.state."
-            fused = master.is_cuda and any(group.get("fused") for group in groups_now)
             for name in [name for name in tensors if name.startswith(prefix)]:
-                where = device if name != prefix + "step" or fused else torch.device("cpu")
-                state[name.removeprefix(prefix)] = tensors[name].clone().to(where)
+                kind = name.removeprefix(prefix)
+                state[kind] = tensors[name].clone().to(_home(trainer, master, kind))
     groups = iter(scalars["groups"])
     for _, inner in _inner_optimizers(trainer):
         for group in inner.param_groups:
@@ -166,6 +208,13 @@ def _restore(trainer: MegatronTrainer, tensors: dict[str, Tensor], scalars: dict
     torch.random.set_rng_state(tensors["rng.cpu"])
     if "rng.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+
+
+def _home(trainer: MegatronTrainer, master: Tensor, kind: str) -> torch.device:
+    """Return where a piece of optimiser state lives: step counts on the CPU, but with the fused optimiser."""
+    groups_now = [group for _, inner in _inner_optimizers(trainer) for group in inner.param_groups]
+    fused = master.is_cuda and any(group.get("fused") for group in groups_now)
+    return trainer._platform.device if kind != "step" or fused else torch.device("cpu")
 
 
 def _identity(trainer: MegatronTrainer) -> dict[str, Any]:
