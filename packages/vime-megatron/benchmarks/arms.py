@@ -49,7 +49,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "train-mixed": _train(documents=MIXED),
     "train-8b-tp2": _train(shape="8B", world=2, steps=5, profile=True, offload=True, settings=TP2),
     "train-8b-dp2": _train(
-        shape="8B", world=2, steps=4, documents=[4096] * 8, budget=8192, distributed=True, profile=True,
+        shape="8B", world=2, steps=4, documents=[4096] * 8, budget=8192, distributed=True, profile=True, offload=True,
         settings={"recompute": "selective"},
     ),
     "train-tiny": _train(shape="tiny", documents=[40, 30, 20], steps=3, budget=128, profile=True, offload=True),

@@ -21,8 +21,8 @@ sys.path.insert(0, str(HERE))
 
 from arms import ARMS, ranks_of  # noqa: E402
 
-# every rank is on this host, which may have no other network
-LOCAL = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | dict(os.environ)
+# every rank is on this host, which may have no other network; and a container shows more cores than it grants
+LOCAL = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "4"} | dict(os.environ)
 
 
 def _free_port() -> int:

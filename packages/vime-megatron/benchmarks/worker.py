@@ -39,6 +39,24 @@ def _gigabytes() -> float:
     return round(torch.cuda.max_memory_allocated() / 1e9, 2) if torch.cuda.is_available() else 0.0
 
 
+def _idle(profiler: Any, *, least_us: float = 300.0) -> str:
+    """List the longest stretches in which the GPU had nothing to do, and what the host was doing then."""
+    events = profiler.events()
+    busy = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA")
+    host = [e for e in events if e.device_type.name == "CPU"]
+    gaps: list[tuple[float, list[str]]] = []
+    end = busy[0][0] if busy else 0
+    for start, stop in busy:
+        if start - end > least_us:
+            during = {e.name for e in host if e.time_range.start < start and e.time_range.end > end}
+            gaps.append((start - end, sorted(during)[:12]))
+        end = max(end, stop)
+    first = min((e.time_range.start for e in host), default=0)
+    lines = [f"before the first kernel: {(busy[0][0] - first) / 1e3:.1f} ms"] if busy else []
+    lines += [f"{gap / 1e3:.1f} ms: {', '.join(names)[:300]}" for gap, names in sorted(gaps, reverse=True)[:25]]
+    return "idle stretches of the GPU\n" + "\n".join(lines)
+
+
 def _profile(trainer: MegatronTrainer, batch: list[TrainSequence], path: Path) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -51,7 +69,7 @@ def _profile(trainer: MegatronTrainer, batch: list[TrainSequence], path: Path) -
     shapes = profiler.key_averages(group_by_input_shape=True).table(
         sort_by=sort, row_limit=40, max_name_column_width=60, max_shapes_column_width=90
     )
-    path.write_text(f"{table}\n\n{shapes}\n")
+    path.write_text(f"{_idle(profiler)}\n\n{table}\n\n{shapes}\n")
 
 
 def train(arm: str, options: argparse.Namespace) -> dict[str, Any]:

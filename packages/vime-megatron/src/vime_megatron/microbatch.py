@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vime_megatron.batch import WEIGHT_FIELD, TrainSequence
-from vime_megatron.model.packing import PackedTokens, pack
+from vime_megatron.model.packing import PackedTokens, pack, upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +91,9 @@ def build_microbatch(
     }
     return MicroBatch(
         row=pack(documents, inverse_frequencies=inverse_frequencies, device=device),
-        sources_k=torch.cat([none, *sources]).to(device, non_blocking=True),
-        targets_k=torch.cat([none, *targets]).to(device, non_blocking=True),
-        fields_k={name: value.to(device, torch.float32, non_blocking=True) for name, value in fields.items()},
+        sources_k=upload(torch.cat([none, *sources]), device),
+        targets_k=upload(torch.cat([none, *targets]), device),
+        fields_k={name: upload(value.to(torch.float32), device) for name, value in fields.items()},
         sequences=indices,
         spans=tuple(spans),
     )

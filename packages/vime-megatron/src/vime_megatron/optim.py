@@ -3,14 +3,11 @@
 With ``calculate_per_token_loss`` Megatron's gradient buffers add over data-parallel ranks and divide by nothing, which
 is what a loss that already holds its global normaliser needs.
 
-A step is refused as a whole when any gradient is not finite: :func:`check_finite` looks at the flat buffers after
-the reduction and before the optimiser, so weights, moments and learning rate are as they were.
+The update itself is in :mod:`vime_megatron.update`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,9 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from vime_megatron.config import OptimizerSettings
-from vime_megatron.errors import GradientError
 from vime_megatron.model.policy import PolicyModel
-from vime_megatron.parallel import Topology
 
 
 def wrap_data_parallel(model: PolicyModel, settings: OptimizerSettings) -> DistributedDataParallel:
@@ -39,7 +34,7 @@ def wrap_data_parallel(model: PolicyModel, settings: OptimizerSettings) -> Distr
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
         use_distributed_optimizer=settings.distributed,
-        check_for_nan_in_grad=False,  # check_finite does, with the name, and without killing the process
+        check_for_nan_in_grad=False,  # update.check_finite does, with the name, and without killing the process
     )
     return DistributedDataParallel(model.config, ddp, model)
 
@@ -66,7 +61,7 @@ def build_optimizer(
             adam_beta1=settings.beta1,
             adam_beta2=settings.beta2,
             adam_eps=settings.eps,
-            clip_grad=settings.clip_grad or math.inf,  # infinity: the norm is measured, nothing is clipped
+            clip_grad=0.0,  # vime_megatron.update clips
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=settings.distributed,
@@ -125,45 +120,3 @@ def _fuse(optimizer: Any) -> None:
 def gradient_buffers(model: DistributedDataParallel) -> list[Any]:
     """Return Megatron's flat parameter-and-gradient buffers, those of experts last."""
     return [*model.buffers, *model.expert_parallel_buffers]
-
-
-def check_finite(model: DistributedDataParallel, topology: Topology, loss: float) -> None:
-    """Refuse a step whose loss or gradients are not finite, on every rank alike.
-
-    Args:
-        model: The wrapped model, gradients reduced.
-        topology: For the agreement of the ranks.
-        loss: The global loss.
-
-    Raises:
-        GradientError: Names the tensors; gradients are left for inspection, nothing else has changed.
-    """
-    peaks = [_peak(buffer.grad_data) for buffer in gradient_buffers(model)]
-    broken = [] if all(math.isfinite(float(peak)) for peak in peaks) else _not_finite(model.module.named_parameters())
-    reports = topology.gather(broken)
-    if math.isfinite(loss) and not any(reports):
-        return
-    names = [f"rank {rank}: {name} ({count} values)" for rank, found in enumerate(reports) for name, count in found]
-    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    raise GradientError(
-        "the step was refused: loss or gradients are not finite",
-        where=shown or "the loss",
-        seen=f"loss {loss}",
-        expected="finite numbers",
-        fix="weights and optimiser are unchanged: drop the batch, or look at the loss and its inputs",
-    )
-
-
-def _peak(flat: Tensor) -> Tensor:
-    """Return the largest magnitude, or NaN, in one pass and without a copy."""
-    low, high = torch.aminmax(flat)
-    return torch.maximum(-low, high)
-
-
-def _not_finite(params: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, int]]:
-    found = []
-    for name, param in params:
-        count = int((~torch.isfinite(param.main_grad)).sum())  # type: ignore[attr-defined]
-        if count:
-            found.append((name, count))
-    return found

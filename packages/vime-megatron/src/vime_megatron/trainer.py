@@ -208,7 +208,7 @@ class MegatronTrainer:
             BatchError: The batch cannot be used; nothing has happened.
             GradientError: The loss or a gradient is not finite; weights and optimiser are as before.
         """
-        from vime_megatron.optim import check_finite
+        from vime_megatron.update import apply_update, check_finite, gradient_norm
 
         started = time.perf_counter()
         self._at_home("step", *MOVABLE)
@@ -217,16 +217,20 @@ class MegatronTrainer:
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
             batches = self._microbatches(sequences, plan, every_token=False)
-            totals = self._total(self._forward.train(batches, plan.count, loss))
-            check_finite(self.ddp, self.topology, totals["loss"])
+            sums = self._forward.train(batches, plan.count, loss)
+            norm_on_device = gradient_norm(self.optimizer, self._platform.device)  # queued before anything waits
+            totals = self._total(sums)
+            norm = float(norm_on_device)
+            check_finite(self.ddp, self.topology, loss=totals["loss"], norm=norm)
             self.scheduler.step(increment=1)
             lr = float(self.optimizer.param_groups[0]["lr"])
-            _updated, grad_norm, _zeros = self.optimizer.step()
+            limit = self.config.optimizer.clip_grad
+            apply_update(self.optimizer, norm=norm, limit=limit, device=self._platform.device)
             self._platform.synchronize()
         self.state.step += 1
         return StepMetrics(
             loss=totals.pop("loss"),
-            grad_norm=float(grad_norm),
+            grad_norm=norm,
             lr=lr,
             metrics=totals,
             tokens=sum(len(sequence) for sequence in sequences),
@@ -352,7 +356,9 @@ class MegatronTrainer:
             save_checkpoint(self, Path(folder))
 
     def load(self, folder: Path | str) -> None:
-        """Continue exactly from a checkpoint that the same layout wrote.
+        """Continue from a checkpoint: exactly in the layout that wrote it, up to rounding in another.
+
+        Another layout draws new random numbers, and cannot read the shards of a distributed optimiser.
 
         Args:
             folder: What :meth:`save` published.
@@ -432,9 +438,12 @@ class MegatronTrainer:
     def _total(self, sums: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """Add the micro-batches of all ranks, in rank order and double precision."""
         mine: dict[str, float] = {}
-        for values in sums:
-            for name, value in values.items():
-                mine[name] = mine.get(name, 0.0) + float(value)
+        named = [(name, value) for values in sums for name, value in values.items()]
+        device = self._platform.device
+        values_n = [value.to(device, torch.float64).reshape(()) for _name, value in named]
+        numbers = torch.stack(values_n).tolist() if named else []  # one wait for the device, not one for each
+        for (name, _value), number in zip(named, numbers, strict=True):
+            mine[name] = mine.get(name, 0.0) + number
         totals: dict[str, float] = {"loss": 0.0}
         for theirs in self.topology.gather(mine if self.topology.counts_once else {}):
             for name, value in theirs.items():

@@ -48,11 +48,6 @@ class PackedTokens:
     groups: tuple[Tensor, ...]
     ungroup_t: Tensor
 
-    @property
-    def uniform(self) -> bool:
-        """All documents have one length, so the row is a batch as it lies."""
-        return len(self.groups) == 1 and self.groups[0].numel() == self.tokens_1t.numel()
-
     qkv_format: None = None  # Megatron's layers ask; "no special format" keeps them out of it
 
 
@@ -73,17 +68,27 @@ def pack(documents: Sequence[Tensor], *, inverse_frequencies: Tensor, device: to
         starts.append(starts[-1] + length)
     positions_t = torch.cat([torch.arange(length) for length in lengths])
     groups, ungroup_t = _group(lengths, starts)
-    angles_td = positions_t.to(torch.float32)[:, None] * inverse_frequencies[None, :]
+    positions_t = upload(positions_t, device)
+    angles_td = positions_t.to(torch.float32)[:, None] * upload(inverse_frequencies, device)[None, :]
     return PackedTokens(
-        tokens_1t=torch.cat(list(documents))[None].to(device, non_blocking=True),
-        positions_t=positions_t.to(device, non_blocking=True),
-        cos_td=angles_td.cos().to(device, non_blocking=True),
-        sin_td=angles_td.sin().to(device, non_blocking=True),
-        borders=torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True),
+        tokens_1t=upload(torch.cat(list(documents))[None], device),
+        positions_t=positions_t,
+        cos_td=angles_td.cos(),
+        sin_td=angles_td.sin(),
+        borders=upload(torch.tensor(starts, dtype=torch.int32), device),
         longest=max(lengths),
-        groups=tuple(group.to(device, non_blocking=True) for group in groups),
-        ungroup_t=ungroup_t.to(device, non_blocking=True),
+        groups=tuple(upload(group, device) for group in groups),
+        ungroup_t=upload(ungroup_t, device),
     )
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to the device without waiting for it.
+
+    From ordinary host memory a copy first waits for all that is queued on the device, so that the next micro-batch
+    would only be launched when the last one has finished; from pinned memory it queues up.
+    """
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | None = None) -> Tensor:
