@@ -42,7 +42,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "kernels": {"kind": "kernels"},
     "logprobs": {"kind": "logprobs"},
     "train-full": _train(settings={"recompute": "full"}),
-    "train-selective": _train(settings={"recompute": "selective"}),
+    "train-selective": _train(settings={"recompute": "selective"}, offload=True),
     "train-none": _train(profile=True),
     "train-none-varlen": _train(settings={"attention": "varlen"}),
     "train-none-torch": _train(settings={"kernels": "torch"}, profile=True),
