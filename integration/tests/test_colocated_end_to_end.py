@@ -31,7 +31,7 @@ size = 400
 seed = 3
 task_config = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }}
 [rollout]
-batch_size = 8
+batch_size = 32
 samples_per_prompt = 8
 max_response_tokens = 8
 max_context_tokens = 96
@@ -44,8 +44,10 @@ name = "reasoning_gym"
 [algorithm]
 [trainer]
 dtype = "float32"
-learning_rate = 1e-3
-max_tokens_per_microbatch = 2048
+learning_rate = 5e-4
+adam_beta2 = 0.95
+weight_decay = 0.0
+max_tokens_per_microbatch = 4096
 [sync]
 [pipeline]
 steps = {STEPS}
@@ -57,8 +59,9 @@ every = {SAVE_EVERY}
 console = "plain"
 """
 
-# Wall times and memory differ from run to run; everything else may not.
-VARIES = ("perf/", "_time", "sync/bytes")
+# Wall times and memory differ from run to run; everything else may not. The engine's logprobs depend in their last bits
+# on which requests happened to share a batch; they are only compared with, so rewards, losses and gradients do not.
+VARIES = ("perf/", "_time", "train_rollout_logprob_abs_diff")
 
 
 def write_config(folder: Path) -> Path:

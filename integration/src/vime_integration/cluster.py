@@ -22,6 +22,10 @@ from vime_integration.errors import PipelineError
 
 logger = logging.getLogger(__name__)
 
+#: Ray would kill the direct children of a worker that ends. An engine's is the warden, whose death leaves the engine's
+#: processes to nobody; left alone, it sees its owner's end and takes them all with it.
+LEAVE_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
+
 
 @contextmanager
 def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
@@ -34,8 +38,9 @@ def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
     Raises:
         PipelineError: Ray did not start; it waits at most 30 s for each of its own processes.
     """
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
+    variables = {**LEAVE_CHILDREN, **environment}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         try:
             ray.init(
@@ -71,6 +76,8 @@ def log_to_file(path: Path) -> None:
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
+    for former in root.handlers:
+        former.close()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
     for noisy in ("httpx", "httpcore"):

@@ -102,7 +102,6 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
     with (
         make_display(config.tracking.console, config.pipeline.steps) as display,
         MetricsWriter(folder.metrics, resume_step=None if bundle is None else bundle.step) as writer,
-        stop.listening(),
     ):
         if moved is not None:
             display.note(f"moved the earlier run to {moved}")
@@ -112,7 +111,8 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
             logger.info("%s", line)
         display.phase("start")
         actors = len(placement.trainers) + len(placement.engines) + 1
-        with ray_cluster(cpus=actors, environment=ray_environment(placement.platform)):
+        # Ray takes SIGTERM for itself when it starts, so the run listens after that.
+        with ray_cluster(cpus=actors, environment=ray_environment(placement.platform)), stop.listening():
             pipeline = Colocated(
                 config, Fleet(config, placement, folder), folder, Recorder(writer, display), display.phase, stop
             )
