@@ -59,3 +59,10 @@ def test_layers_without_experts_are_refused(model_of, tmp_path):
     with pytest.raises(ModelError, match=r"mlp_only_layers=\[1\]"):
         check_model(tmp_path)
     assert check_model(model_of("qwen3-moe")).experts == 4
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputing_changes_nothing(make_trainer, model_of, batch, recompute):
+    plain = make_trainer(model_of("qwen3-moe")).step(batch, sft_loss)
+    again = make_trainer(model_of("qwen3-moe"), recompute=recompute).step(batch, sft_loss)
+    assert (again.loss, again.grad_norm) == (plain.loss, plain.grad_norm)
