@@ -1,0 +1,133 @@
+"""The fused kernels under Triton's interpreter, selective recomputation and offload."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+from vime_megatron.errors import PlatformError, TrainerError
+from vime_megatron.kernels import plain
+from vime_megatron.kernels.plain import HeadLayout
+from vime_megatron.losses import sft_loss
+from vime_megatron.model.core_attention import choose_attention
+
+NAMES = ("vime_megatron.kernels.layer", "vime_megatron.kernels.vocab")
+
+
+def _pure(name: str) -> bool:
+    return name in NAMES or ((name == "triton" or name.startswith("triton.")) and not name.startswith("triton._C"))
+
+
+@pytest.fixture(scope="module")
+def fused():
+    """Both kernel modules, read while Triton interprets; Triton decides that when it is imported itself."""
+    pytest.importorskip("triton", reason="Triton has no build for this platform")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TRITON_INTERPRET", "1")
+    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if _pure(name)}
+    yield [importlib.import_module(name) for name in NAMES]
+    for name in [name for name in sys.modules if _pure(name)]:
+        del sys.modules[name]
+    sys.modules.update(kept)
+    patch.undo()
+
+
+def both(function, reference, inputs, rest=()):
+    """Outputs and input gradients of two implementations, for the same outgoing gradients."""
+    results = []
+    for implementation in (function, reference):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        outputs = implementation(*leaves, *rest)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        draw = torch.Generator().manual_seed(1)
+        grads = [torch.randn(out.shape, generator=draw) for out in outputs]
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, grads)])
+    return zip(*results, strict=True)
+
+
+@pytest.mark.parametrize("width", [3, 1025])
+def test_gated_silu(fused, width):
+    for got, wanted in both(fused[0].gated_silu, plain.gated_silu, [torch.randn(3, 2 * width)]):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_query_key_value(fused):
+    layout, tokens = HeadLayout(heads=4, groups=2, width=8, eps=1e-6), 37  # more than one block, and a part of one
+    angles = torch.randn(tokens, 4)
+    inputs = [torch.randn(tokens, 64), torch.rand(8) + 0.5, torch.rand(8) + 0.5]
+    for got, wanted in both(
+        fused[0].query_key_value, plain.query_key_value, inputs, (angles.cos(), angles.sin(), layout)
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_vocabulary(fused):
+    logits, rows, scale = 3 * torch.randn(4, 5000), torch.tensor([0, 4999, -1, 4096]), 0.7
+    found = fused[1].vocab_statistics(logits.clone(), rows, scale)
+    for got, wanted in zip(found, plain.vocab_statistics(logits.clone(), rows, scale), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    z = logits * scale
+    logsum = z.logsumexp(-1)
+    entropy = logsum - (z.softmax(-1) * z).sum(-1)
+    rest = (rows, scale, logsum, entropy, torch.randn(4), torch.randn(4))
+    got, wanted = (module.vocab_gradient(logits.clone(), *rest) for module in (fused[1], plain))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_the_gradient_of_logprob_and_entropy_is_the_derivative():
+    logits, rows, scale = torch.randn(3, 11), torch.tensor([2, 10, 0]), 1.3
+    weights = torch.randn(2, 3)
+    leaf = logits.clone().requires_grad_()
+    logp = (leaf * scale).log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    total = (weights[0] * logp.gather(1, rows[:, None])[:, 0] + weights[1] * entropy).sum()
+    (wanted,) = torch.autograd.grad(total, leaf)
+    got = plain.vocab_gradient(logits, rows, scale, (logits * scale).logsumexp(-1), entropy.detach(), *weights)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_selective_recomputation_changes_no_bit(make_trainer, tiny, batch):
+    runs = []
+    for recompute in ("none", "selective"):
+        trainer = make_trainer(tiny, recompute=recompute, dtype="bfloat16")
+        steps = [trainer.step(batch, sft_loss) for _ in range(2)]
+        weights = [param.detach().clone() for param in trainer.params.values()]
+        runs.append(([(step.loss, step.grad_norm) for step in steps], weights))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+
+
+def test_offload_and_back_changes_nothing(make_trainer, tiny, batch):
+    losses = []
+    for moves in (False, True):
+        trainer = make_trainer(tiny, dtype="bfloat16")
+        trainer.step(batch, sft_loss)
+        if moves:
+            out = trainer.offload()
+            assert out.bytes_copied > 0
+            assert out.bytes_dropped > 0
+            with pytest.raises(TrainerError, match="offloaded"):
+                trainer.step(batch, sft_loss)
+            with pytest.raises(TrainerError, match="cannot offload"):
+                trainer.offload()
+            assert trainer.onload().bytes_copied == out.bytes_copied
+        losses.append([trainer.step(batch, sft_loss).grad_norm for _ in range(2)])
+    assert losses[0] == losses[1]
+
+
+def test_weights_stay_once_their_addresses_are_out(make_trainer, tiny):
+    trainer = make_trainer(tiny)
+    trainer.source()
+    with pytest.raises(TrainerError, match="weights cannot leave"):
+        trainer.offload(["weights"])
+
+
+def test_attention_is_padded_sdpa_on_a_cpu_and_nothing_falls_back_silently():
+    cpu = torch.device("cpu")
+    assert choose_attention("auto", cpu, torch.bfloat16) == "sdpa"
+    with pytest.raises(PlatformError, match="varlen attention cannot run here"):
+        choose_attention("varlen", cpu, torch.bfloat16)
+    assert choose_attention("auto", torch.device("cuda"), torch.float32) == "sdpa"
+    assert choose_attention("auto", torch.device("cuda"), torch.bfloat16) == "auto"
