@@ -65,3 +65,5 @@ def test_errors_are_text(tmp_path):
     output = call("convert", "--from", tmp_path / "nowhere", "--to", tmp_path / "x", status=1)
     assert "error: not a model folder" in output
     assert "Traceback" not in output
+    (tmp_path / "manifest.json").write_text("{")
+    assert "the manifest is not JSON" in call("convert", "--from", tmp_path, "--to", tmp_path / "x", status=1)

@@ -98,7 +98,10 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
     path = folder / "manifest.json"
     if not path.is_file():
         return None
-    found: dict[str, Any] = json.loads(path.read_text())
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError("the manifest is not JSON", where=str(path), seen=str(error)) from error
     return found
 
 
