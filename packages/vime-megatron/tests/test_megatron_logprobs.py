@@ -28,7 +28,7 @@ def test_values_and_gradients_equal_the_dense_ones(tokens, vocab, chunk, tempera
     wanted = dense(hidden, weight[:vocab], targets, temperature)
     expected = torch.autograd.grad((torch.stack(wanted) * pull).sum(), (hidden, weight))
     for a, b in zip((*found, *gradients), (*wanted, *expected), strict=True):
-        scale = max(1.0, float(b.abs().max()))  # an element that is a small difference of large terms has their rounding
+        scale = max(1.0, float(b.abs().max()))  # a small difference of large terms has their rounding
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * scale)
 
 
