@@ -59,6 +59,27 @@ COPYING = Tuning(block=1024, blocks=2, warps=8)
 DIGESTING = Tuning(block=1024, blocks=8, warps=4)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_of(table, count, tile, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+    """Find the segment that a tile belongs to, by bisection over the segments' first tiles."""
+    low = 0
+    high = count
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        ahead = tl.load(table + middle) <= tile
+        low = tl.where(ahead, middle, low)
+        high = tl.where(ahead, high, middle)
+    return low
+
+
+@triton.jit
+def _mixed(word_w, seed):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Mix a word's global position with the tensor's seed (the first rounds of splitmix64)."""
+    z_w = (word_w + 1).to(tl.uint64) * _GOLDEN + seed
+    z_w = (z_w ^ (z_w >> 30)) * _MIX
+    return z_w ^ (z_w >> 27)
+
+
 @triton.jit(do_not_specialize=["count", "phase"])  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]
     table,  # noqa: ANN001 (Triton compiles annotations; these are run-time arguments)
@@ -75,13 +96,7 @@ def _move(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,  # noqa: N803
 ) -> None:
     tile = tl.program_id(0).to(tl.int64)
-    low = 0
-    high = count
-    for _ in range(STEPS):
-        middle = (low + high) // 2
-        ahead = tl.load(table + middle) <= tile
-        low = tl.where(ahead, middle, low)
-        high = tl.where(ahead, high, middle)
+    low = _row_of(table, count, tile, STEPS)
     row = table + low
     begin = (tile - tl.load(row)) * (BLOCK * BLOCKS)
     source = tl.load(row + count).to(tl.pointer_type(tl.uint64))
@@ -116,9 +131,7 @@ def _move(  # type: ignore[no-untyped-def]
                 tl.store(target + index_w, value_w, mask=inside_w)
             word_w = first_word + index_w
         if DIGEST:
-            z_w = (word_w + 1).to(tl.uint64) * _GOLDEN + seed
-            z_w = (z_w ^ (z_w >> 30)) * _MIX
-            z_w = z_w ^ (z_w >> 27)
+            z_w = _mixed(word_w, seed)
             if SAMPLED:
                 kept_w = (((word_w >> 10) + phase) & 15) == 0
                 value_w = tl.where(kept_w, value_w, 0)

@@ -196,7 +196,6 @@ def take_snapshot(
             expected=f"below {count}",
             fix="pass local indices under the process's mask, not physical ones",
         )
-    torch = sys.modules.get("torch")
     return Snapshot(
         name=name,
         platform=platform.value,
@@ -213,10 +212,19 @@ def take_snapshot(
         hidden_nodes=node.hidden,
         runtime_version=_runtime_version(platform, root),
         kernel_driver=_kernel_driver(platform, root),
-        torch_imported=torch is not None,
-        runtime_count=torch.cuda.device_count() if torch is not None and torch.cuda.is_initialized() else -1,
+        **_torch_state(),
         **_container(root),
     )
+
+
+def _torch_state() -> dict[str, Any]:
+    """Say whether torch is here and what its runtime counts, without importing or initialising anything."""
+    torch = sys.modules.get("torch")
+    started = torch is not None and torch.cuda.is_initialized()
+    return {
+        "torch_imported": torch is not None,
+        "runtime_count": torch.cuda.device_count() if torch and started else -1,
+    }
 
 
 def _container(root: Path) -> dict[str, Any]:
