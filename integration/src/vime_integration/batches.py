@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from vime_grpo import RunConfig
-from vime_grpo.advantages import group_advantages
-from vime_grpo.batch import BatchRow, build_batch, split_updates
+from vime_grpo import BatchRow, RunConfig, build_batch, group_advantages, split_updates
 from vime_megatron import TrainSequence
 from vime_rollout import Sample
 

@@ -14,10 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from vime_devices import detect_platform, ray_environment
-from vime_grpo import RunConfig
-from vime_grpo.config import save_config
-from vime_grpo.console import Display, make_display
-from vime_grpo.tracking import MetricsWriter, read_metrics
+from vime_grpo import Display, MetricsWriter, RunConfig, make_display, read_metrics, save_config
 
 from vime_integration.bundle import Bundle, BundleStore
 from vime_integration.cluster import log_to_file, ray_cluster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vime_grpo.metrics import mean_metrics, train_metrics
+from vime_grpo import mean_metrics, train_metrics
 from vime_sync import SyncReport
 
 from vime_integration.actors.trainer import TrainReport

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vime_grpo import RunConfig
-from vime_grpo.config import load_config
+from vime_grpo import RunConfig, load_config
 
 from vime_integration.errors import ResumeError
 from vime_integration.run_folder import RunFolder

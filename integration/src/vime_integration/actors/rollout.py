@@ -18,6 +18,7 @@ from vime_grpo import RunConfig
 from vime_rollout import (
     DataConfig,
     Encoder,
+    EngineClient,
     EnginePool,
     EpochSource,
     RemoteEngine,
@@ -32,7 +33,6 @@ from vime_rollout import (
     rollout_metrics,
     zero_reasons,
 )
-from vime_rollout.engine.client import EngineClient
 
 from vime_integration.actors.engine import EngineAddress
 from vime_integration.batches import make_batch

@@ -22,11 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vime_grpo import RunConfig
-from vime_grpo.losses import PolicyLoss
+from vime_grpo import PolicyLoss, RunConfig
 from vime_megatron import MegatronTrainer, OptimizerSettings, StepMetrics, TrainerConfig
 from vime_sync import Publisher, WeightSource
-from vime_sync.digest import DigestMode
 
 from vime_integration.batches import RolloutBatch, sequences_of
 from vime_integration.cluster import log_to_file
@@ -126,8 +124,9 @@ class TrainerActor:
         source: WeightSource = self._trainer.source()
         if config.algorithm.kl_coef > 0 and config.algorithm.kl_target == "reference":
             self._reference = {name: buffer.detach().to("cpu", copy=True) for name, buffer in source.buffers.items()}
-        digest: DigestMode = "full" if config.sync.digest else "off"
-        self._publisher = Publisher(source, transport=config.sync.transport, digest=digest)
+        self._publisher = Publisher(
+            source, transport=config.sync.transport, digest="full" if config.sync.digest else "off"
+        )
         logger.info("rank %d of %d holds %d buffers", self._rank, world, len(source.buffers))
         return self._publisher.manifest()
 

@@ -4,6 +4,7 @@
 |---|---|
 | ``rollout/raw_reward`` | mean reward over samples, before any normalisation |
 | ``rollout/response_len/{mean,median,max,min}`` | trained tokens of a response |
+| ``rollout/response_lengths``, ``rollout/total_lengths`` | mean tokens of a response, and with its prompt |
 | ``rollout/truncated_ratio`` | share of samples that the token budget ended |
 | ``rollout/zero_std/ratio``, ``rollout/zero_std/count_{r}`` | groups whose rewards are all equal (to r): no gradient |
 | ``rollout/repetition_frac`` | share of responses whose last 10,000 characters compress more than tenfold |
@@ -11,6 +12,7 @@
 | ``rollout/version/{min,max}`` | oldest and newest weights behind any token |
 | ``perf/rollout_time`` | seconds |
 | ``perf/tokens_per_gpu_per_sec`` | response tokens / seconds / engine devices |
+| ``perf/effective_tokens_per_gpu_per_sec`` | trained tokens / seconds / engine devices |
 | ``perf/longest_sample_tokens_per_sec`` | longest response / seconds |
 """
 
@@ -52,11 +54,14 @@ def rollout_metrics(groups: Sequence[SampleGroup], *, seconds: float, devices: i
         "rollout/response_len/median": float(median(lengths)),
         "rollout/response_len/max": float(max(lengths)),
         "rollout/response_len/min": float(min(lengths)),
+        "rollout/response_lengths": fmean(responses),
+        "rollout/total_lengths": fmean(len(s.tokens) for s in samples),
         "rollout/truncated_ratio": fmean(s.status is SampleStatus.TRUNCATED for s in samples),
         "rollout/repetition_frac": fmean(_repeats(s.response) for s in samples),
         "rollout/reward_timeout_ratio": fmean(s.reward_reason.startswith(TIMEOUT_REASON) for s in samples),
         "perf/rollout_time": seconds,
         "perf/tokens_per_gpu_per_sec": sum(responses) / seconds / devices,
+        "perf/effective_tokens_per_gpu_per_sec": sum(lengths) / seconds / devices,
         "perf/longest_sample_tokens_per_sec": max(responses) / seconds,
     }
     return metrics | _equal_groups(groups) | _versions(samples)
