@@ -24,7 +24,7 @@ setup: $(SYNC)
 
 # uv lives inside the checkout, at one version, so that the resolver is part of what is pinned.
 $(UV):
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --upgrade --target .tools uv==$(UV_VERSION)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --root-user-action ignore --upgrade --target .tools uv==$(UV_VERSION)
 
 $(SYNC): $(UV) pyproject.toml $(wildcard packages/*/pyproject.toml) integration/pyproject.toml
 	$(UV) sync --quiet --compile-bytecode --python $(PYTHON)

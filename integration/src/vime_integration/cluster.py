@@ -48,7 +48,7 @@ def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
                 num_cpus=cpus,
                 include_dashboard=False,
                 log_to_driver=False,
-                logging_level=logging.WARNING,
+                logging_level=logging.ERROR,
             )
         except (RuntimeError, TimeoutError, OSError, ConnectionError) as error:
             raise PipelineError(

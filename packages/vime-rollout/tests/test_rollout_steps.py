@@ -238,6 +238,7 @@ def test_metrics(make_group):
         "rollout/version/min": 3.0,
         "rollout/version/max": 4.0,
         "perf/tokens_per_gpu_per_sec": 18 / 2.0 / 3,
+        "perf/effective_tokens_per_gpu_per_sec": 18 / 2.0 / 3,
         "perf/rollout_time": 2.0,
         "perf/longest_sample_tokens_per_sec": 1.5,
     }
