@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+from verify.engine import is_offered
 from verify.scan import scan_packages, scan_source
 
 
@@ -138,3 +139,12 @@ def test_packages_are_read_from_their_folders(tmp_path: Path) -> None:
     (tmp_path / "__init__.py").write_text("import ray\n")
     (tmp_path / "sub" / "deep.py").write_text("import vllm\n")
     assert [need.user for need in scan_packages({"vime_x": tmp_path})] == ["vime_x:1", "vime_x.sub.deep:1"]
+
+
+def test_a_switch_and_its_negative_are_the_same_option() -> None:
+    offered = {"--enable-chunked-prefill", "--no-such"}
+    assert is_offered("--enable-chunked-prefill", offered)
+    assert is_offered("--no-enable-chunked-prefill", offered)
+    assert is_offered("--no-such", offered)
+    assert not is_offered("--enable", offered)
+    assert not is_offered("--no-prefix-caching", offered)

@@ -5,7 +5,8 @@ that our launcher passes. A release that renames one answers 404, or does not st
 are literals on our side and on vLLM's, so they can be compared without starting anything:
 
 - routes: the two adjacent arguments ``"POST", "/pause"`` of a call here; ``@router.post("/pause")`` there;
-- options: ``"--enable-scale-out"`` here; that text, or a field ``enable_scale_out:``, there.
+- options: ``"--enable-scale-out"`` here; that text, or a field ``enable_scale_out:``, there. A switch's negative
+  ``"--no-enable-scale-out"`` is made by the parser, so it is looked up as the switch.
 
 vLLM's files are searched all, because the files that hold them are what moves.
 """
@@ -47,12 +48,22 @@ def check_engine(context: Context) -> Iterator[Result]:
     called = set().union(*(routes_of for routes_of, _ in asked.values()))
     passed_on = set().union(*(asked[name][1] for name in LAUNCHERS if name in asked))
     for label, ours, theirs in (("engine-routes", called, routes), ("engine-options", passed_on, options)):
-        missing = sorted(ours - theirs)
+        missing = sorted(name for name in ours if not is_offered(name, theirs))
         seen = f"missing: {', '.join(missing)}" if missing else f"{len(ours)} of {len(ours)}"
         expected = (
             f"every one of {', '.join(sorted(ours))} in vLLM's source" if ours else "some: our client asks for none"
         )
         yield passed(label, bool(ours) and not missing, seen, expected)
+
+
+def is_offered(name: str, theirs: set[str]) -> bool:
+    """Tell whether a route or an option is among vLLM's, or is the negative of a switch that is.
+
+    Args:
+        name: A route or an option of ours.
+        theirs: Routes or options of vLLM.
+    """
+    return name in theirs or (name.startswith("--no-") and f"--{name.removeprefix('--no-')}" in theirs)
 
 
 def our_literals(package: Path) -> tuple[set[str], set[str]]:
