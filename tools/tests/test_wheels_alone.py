@@ -36,13 +36,14 @@ import importlib, importlib.metadata, importlib.util, json, pathlib, sys
 name, absent, lazy = json.loads(sys.argv[1])
 module = importlib.import_module(name.replace("-", "_"))
 where = pathlib.Path(module.__file__).parent
+loaded = [m for m in lazy if m in sys.modules]  # before the door is tried: it loads what it names
 print(json.dumps({
     "version": importlib.metadata.version(name),
     "inside": str(where).startswith(sys.prefix),
     "typed": (where / "py.typed").is_file(),
     "door": all(hasattr(module, n) for n in getattr(module, "__all__", [])),
     "present": [m for m in absent if importlib.util.find_spec(m) is not None],
-    "loaded": [m for m in lazy if m in sys.modules],
+    "loaded": loaded,
 }))
 """
 
