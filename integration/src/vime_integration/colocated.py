@@ -28,13 +28,11 @@ from vime_integration.actors.trainer import TrainReport
 from vime_integration.bundle import Bundle, BundleStore
 from vime_integration.errors import PipelineError
 from vime_integration.fleet import Fleet
-from vime_integration.metrics import step_metrics
+from vime_integration.metrics import DIFFERENCE, step_metrics
 from vime_integration.phases import Phases
 from vime_integration.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
-
-DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 
 
 class Tracker(Protocol):

@@ -9,6 +9,9 @@ from vime_sync import SyncReport
 
 from vime_integration.actors.trainer import TrainReport
 
+#: Mean absolute difference between trainer's and engine's log-probabilities of the sampled tokens, nats.
+DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+
 
 def step_metrics(reports: Sequence[TrainReport], sync: SyncReport) -> dict[str, float]:
     """Return the training and sync metrics of one step.
@@ -23,12 +26,10 @@ def step_metrics(reports: Sequence[TrainReport], sync: SyncReport) -> dict[str, 
     """
     updates = reports[0].updates
     seconds = sum(update.seconds for update in updates)
-    trained = mean_metrics(
-        [
-            train_metrics(update.metrics, loss=update.loss, grad_norm=update.grad_norm, lr=update.lr)
-            for update in updates
-        ]
-    )
+    each = [train_metrics(u.metrics, loss=u.loss, grad_norm=u.grad_norm, lr=u.lr) for u in updates]
+    trained = mean_metrics(each)
+    # Later updates start from weights that have moved, which is no disagreement with the engine.
+    trained[DIFFERENCE] = each[0][DIFFERENCE]
     return trained | {
         "train/step": float(updates[-1].step),
         "perf/actor_train_time": seconds,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from vime_integration.metrics import DIFFERENCE
+
 REWARD = "rollout/raw_reward"
-DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from vime_grpo import RunConfig
+from vime_grpo import RunConfig, batch_metrics
 from vime_rollout import (
     DataConfig,
     Encoder,
@@ -136,6 +136,7 @@ class RolloutActor:
         batch = make_batch(samples, self._config, version)
         devices = self._config.engine.count * self._config.engine.tensor_parallel
         metrics = rollout_metrics(groups, seconds=seconds, devices=devices)
+        metrics |= batch_metrics([row for rows in batch.updates for row in rows])
         metrics["rollout/epoch"] = float(self._source.epoch)
         logger.info("version %d: %d samples in %.2f s", version, len(samples), seconds)
         return RolloutReport(ray.put(batch), metrics, zero_reasons(groups), _example(groups))
