@@ -61,7 +61,7 @@ console = "plain"
 
 # Wall times and memory differ from run to run; everything else may not. The engine's logprobs depend in their last bits
 # on which requests happened to share a batch; they are only compared with, so rewards, losses and gradients do not.
-VARIES = ("perf/", "_time", "train_rollout_logprob_abs_diff")
+VARIES = ("perf/", "_time", "train_rollout_logprob_abs_diff", "rollout_log_probs")
 
 
 def write_config(folder: Path) -> Path:
