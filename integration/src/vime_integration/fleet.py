@@ -109,7 +109,7 @@ class Fleet:
         task = {"rollout": getattr(self.rollout, method).remote(*arguments)}
         try:
             return gather(task, doing=doing, deadline_s=deadline_s, watch=self._watch)["rollout"]
-        except VimeError as error:
+        except Exception as error:
             raise self._better(error) from error
 
     def stop(self) -> None:
@@ -127,8 +127,11 @@ class Fleet:
             if actor is not None:
                 ray.kill(actor)
 
-    def _better(self, error: VimeError) -> VimeError:
-        """Return an engine's own account of its death, if one died; else ``error``."""
+    def _better(self, error: Exception) -> Exception:
+        """Return an engine's own account of its death, if one died; else ``error``.
+
+        Whatever the rollout stumbled over, a dead engine is the cause and what it stumbled over the symptom.
+        """
         for name, actor in self.engines.items():
             try:
                 fetch(actor.health.remote(), name=name, doing="say how it is", deadline_s=10.0)

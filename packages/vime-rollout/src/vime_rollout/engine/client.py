@@ -166,7 +166,9 @@ class EngineClient:
         where = f"engine {self.name}, {method} {self.url}{path}"
         try:
             response = await session.request(method, path, **options)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, OSError, AttributeError) as error:
+            # A server that dies while a connection is being opened closes the socket under anyio, which then asks the
+            # absent socket for its peer's name: an AttributeError, seen with anyio 4 and httpcore 1.
             raise EngineBusyError(
                 "connection to the engine failed", where=where, seen=f"{type(error).__name__}: {error}"
             ) from error
