@@ -125,3 +125,21 @@ def test_every_prompt_is_taken_once_or_counted_as_lost(make_group, steps, refres
     accounted = sorted([*taken, *inside, *pending])
     assert len(accounted) + buffer.counts.expired_dropped == fresh
     assert set(accounted) <= set(range(fresh))
+
+
+def test_ready_waits_for_the_leading_prompts_and_not_for_the_quick_ones(make_group):
+    buffer = DataBuffer()
+    buffer.begin([prompt(i) for i in range(3)])
+    buffer.admit(make_group(1))
+    buffer.admit(make_group(2))
+    assert not buffer.ready(2), "prompt 0 is in flight and comes first"
+    buffer.admit(make_group(0))
+    assert buffer.ready(3)
+    assert not buffer.ready(4), "there are only three"
+
+
+def test_expire_tells_whose_groups_went(make_group):
+    buffer = filled(make_group, [0, 2, 1], max_lag=1, on_expired="refresh")
+    assert [p.position for p in buffer.expire(version=3)] == [2, 0]
+    assert buffer.expire(version=3) == []
+    assert len(buffer) == 1

@@ -143,13 +143,24 @@ class DataBuffer:
         Returns:
             At most ``n`` groups; fewer when there are not enough young ones.
         """
-        self._expire(version)
+        self.expire(version)
         order = sorted(self._groups.values(), key=lambda g: g.prompt.position)
         taken = order[:n]
         for group in taken:
             del self._groups[group.prompt.group_id]
         self.counts.taken += len(taken)
         return taken
+
+    def ready(self, n: int) -> bool:
+        """Tell whether the ``n`` prompts of the lowest positions, of those inside and in flight, are all inside.
+
+        Who takes only then takes every prompt in the order of the data, whatever finished first: the batch does not
+        favour short answers, and a long one cannot be overtaken until it is too old.
+        """
+        inside = [(g.prompt.position, True) for g in self._groups.values()]
+        begun = [(p.position, False) for p in self._in_flight.values()]
+        leading = sorted([*inside, *begun])[:n]
+        return len(leading) == n and all(done for _, done in leading)
 
     def available(self, version: int) -> int:
         """Return how many groups ``take`` could hand out now."""
@@ -168,14 +179,21 @@ class DataBuffer:
         oldest = group.oldest_version
         return self._max_lag is not None and oldest is not None and version - oldest > self._max_lag
 
-    def _expire(self, version: int) -> None:
-        for group_id in [i for i, g in self._groups.items() if self._too_old(g, version)]:
-            group = self._groups.pop(group_id)
+    def expire(self, version: int) -> list[Prompt]:
+        """Drop, or queue again, every group that is too old to be trained on with weights of ``version``.
+
+        Returns:
+            The prompts of the expired groups.
+        """
+        expired = [group for group in self._groups.values() if self._too_old(group, version)]
+        for group in expired:
+            del self._groups[group.prompt.group_id]
             if self._on_expired == "refresh":
                 self._replay.append(group.prompt)
                 self.counts.expired_refreshed += 1
             else:
                 self.counts.expired_dropped += 1
+        return [group.prompt for group in expired]
 
     def state_dict(self) -> dict[str, Any]:
         """Return groups, prompts in flight, replays and counts as JSON values."""
