@@ -52,7 +52,8 @@ max_tokens_per_microbatch = 4096
 [pipeline]
 steps = {STEPS}
 run_dir = "run"
-logprob_diff_limit = 1e-3
+[guards]
+logprob_difference = 1e-3
 [checkpoint]
 every = {SAVE_EVERY}
 [tracking]

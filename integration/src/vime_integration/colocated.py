@@ -147,13 +147,14 @@ class Colocated:
         return report
 
     def _guard(self, metrics: dict[str, float]) -> None:
-        limit = self._config.pipeline.logprob_diff_limit
-        if limit and metrics[DIFFERENCE] > limit:
+        guards = self._config.guards
+        limit = guards.logprob_difference
+        if guards.logprob_difference_action == "stop" and metrics[DIFFERENCE] > limit:
             raise PipelineError(
                 "trainer and engine disagree about the log-probabilities of the sampled tokens",
                 where=f"step {self._step}",
                 seen=f"mean absolute difference {metrics[DIFFERENCE]:.3g}",
-                expected=f"at most {limit:g} (pipeline.logprob_diff_limit)",
+                expected=f"at most {limit:g} (guards.logprob_difference)",
                 fix="check that dtype, temperature and context are the same on both sides; top_p and top_k cut the "
                 "engine's distribution and need the guard off",
             )

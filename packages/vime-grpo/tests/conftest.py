@@ -40,6 +40,7 @@ run_dir = "../runs/small"
 
 MODEL = {
     "model_type": "qwen3",
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 64,

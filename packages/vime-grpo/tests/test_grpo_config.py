@@ -176,12 +176,12 @@ def test_wrong_files_are_named(run_toml: Path, edit: Edit, tmp_path: Path) -> No
         load_config(tmp_path / "absent.toml")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path)
-    edit("steps = 3", "steps = 3\nlogprob_dif_limit = 1.0")
+    edit("steps = 3", "steps = 3\nmax_wheight_lag = 1")
     with pytest.raises(
-        ConfigError, match=r"run.toml, section \[pipeline\]\); fix: did you mean 'pipeline.logprob_diff"
+        ConfigError, match=r"run.toml, section \[pipeline\]\); fix: did you mean 'pipeline.max_weight_lag'"
     ):
         load_config(run_toml)
-    edit("logprob_dif_limit = 1.0", "")
+    edit("max_wheight_lag = 1", "")
     edit("steps = 3", "steps = ")
     with pytest.raises(ConfigError, match=r"not valid TOML \(.*run.toml\); seen: Invalid value \(at line"):
         load_config(run_toml)

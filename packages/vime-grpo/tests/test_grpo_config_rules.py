@@ -9,6 +9,13 @@ import pytest
 from vime_grpo.config import load_config
 from vime_grpo.errors import ConfigError
 
+EVALUATION = [
+    "evaluation.every=5",
+    "evaluation.kind=reasoning_gym",
+    "evaluation.task=chain_sum",
+    "evaluation.size=50",
+]
+
 
 @pytest.mark.parametrize(
     ("overrides", "text"),
@@ -39,6 +46,27 @@ from vime_grpo.errors import ConfigError
         (["data.kind=jsonl"], r"kind 'jsonl' needs data.path"),
         (["data.path=x"], r"kind 'reasoning_gym' does not use data.path"),
         (["reward.path=a.b:c"], r"exactly one of reward.name and reward.path"),
+        (["data.kind=custom"], r"kind 'custom' needs data.source"),
+        (["data.kind=custom", "data.source=a.b:C"], r"kind 'custom' does not use data.task and data.task_config"),
+        (["data.options.x=1"], r"kind 'reasoning_gym' does not use data.options"),
+        (["data.source=a/b.py"], r"data.source\); seen: 'a/b.py'; expected: .*match pattern"),
+        (["rollout.filter=differing"], r"neither \"differing_rewards\" nor a dotted path"),
+        (["engine.urls=['http://a:1']"], r"names 1 engines .* asks for 1 to be started; set engine.count = 0"),
+        (["engine.count=0"], r"engine.urls names none"),
+        (["engine.count=0", "engine.urls=['a:8000']"], r"expected http://host:port"),
+        (["engine.count=0", "engine.urls=['http://a/v1']"], r"holds 'http://a/v1'"),
+        (["engine.count=0", "engine.urls=['http://a', 'http://a']"], r"names an engine twice"),
+        (["trainer.sequence_parallel=true"], r"trainer.tensor_parallel is 1"),
+        (["trainer.expert_parallel=2"], r"expert_parallel \(2\) does not divide .* \(1\)"),
+        (["pipeline.queue_groups=7"], r"queue_groups \(7\) is below rollout.batch_size \(8\)"),
+        (["evaluation.every=5"], r"kind 'jsonl' needs evaluation.path"),
+        ([*EVALUATION, "evaluation.pass_k=[1, 4]"], r"pass@4, which needs as many .*samples_per_prompt is 1"),
+        ([*EVALUATION, "evaluation.pass_k=[1, 1]"], r"names a k twice"),
+        ([*EVALUATION, "evaluation.pass_k=[]"], r"evaluation.pass_k\).*at least 1 item"),
+        ([*EVALUATION, "evaluation.samples_per_prompt=4"], r"temperature is 0, so the 4 samples .* the same"),
+        (["tracking.wandb=true"], r"needs tracking.wandb_project"),
+        (["guards.zero_rewards_action=halt"], r"guards.zero_rewards_action\); seen: 'halt'"),
+        (["guards.logprob_difference=0"], r"greater than 0"),
     ],
 )
 def test_contradictions_are_explained(run_toml: Path, overrides: list[str], text: str) -> None:
@@ -49,7 +77,17 @@ def test_contradictions_are_explained(run_toml: Path, overrides: list[str], text
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["rollout.top_p=0.9", "pipeline.logprob_diff_limit=0"],
+        ["rollout.top_p=0.9", "guards.logprob_difference_action=warn"],
+        ["trainer.sequence_parallel=true", "trainer.tensor_parallel=2", "trainer.pipeline_parallel=3"],
+        ["trainer.context_parallel=2", "trainer.data_parallel=4", "trainer.activation_recompute=selective"],
+        ["engine.count=0", "engine.urls=['http://a:8000', 'https://b']", "engine.router=true"],
+        ["rollout.filter=differing_rewards", "rollout.over_sample=3", "rollout.partial=true"],
+        ["rollout.filter=my.filters:long_enough", "rollout.generate=my.agents:play", "rollout.max_turns=4"],
+        ["evaluation.pass_k=[4]"],  # off, so nothing about it has to be right
+        [*EVALUATION, "evaluation.samples_per_prompt=8", "evaluation.pass_k=[1, 8]", "evaluation.temperature=0.6"],
+        ["evaluation.at_start=true", "evaluation.kind=custom", "evaluation.source=my.data:Held"],
+        ["tracking.wandb=true", "tracking.wandb_project=p"],
+        ["pipeline.mode=async", "pipeline.max_weight_lag=0", "pipeline.queue_groups=8"],
         ["trainer.data_parallel=2", "trainer.distributed_optimizer=true", "trainer.tensor_parallel=2"],
         ["algorithm.steps_per_rollout=4", "algorithm.kl_coef=0.1", "algorithm.clip_dual=3"],
         ["engine.tensor_parallel=4"],  # vLLM gives each of 2 key-value heads to 2 ranks
@@ -66,6 +104,11 @@ def test_what_fits_is_accepted(run_toml: Path, overrides: list[str]) -> None:
         (["trainer.tensor_parallel=4"], r"trainer.tensor_parallel \(4\) does not divide the model's 2 key-value heads"),
         (["engine.tensor_parallel=3"], r"engine.tensor_parallel \(3\) .*intermediate_size 64"),
         (["engine.max_model_len=1024"], r"above the model's max_position_embeddings \(512\)"),
+        (["trainer.pipeline_parallel=2"], r"trainer.pipeline_parallel \(2\) does not divide the model's 3 layers"),
+        (
+            ["trainer.expert_parallel=2", "trainer.data_parallel=2"],
+            r"expert_parallel is 2, and the model has no experts",
+        ),
     ],
 )
 def test_layout_must_fit_the_model(run_toml: Path, overrides: list[str], text: str) -> None:
@@ -80,6 +123,26 @@ def test_a_model_without_grouped_heads_is_checked_by_its_heads(run_toml: Path) -
     del facts["num_key_value_heads"]
     file.write_text(json.dumps(facts))
     assert load_config(run_toml, ["trainer.tensor_parallel=4"]).trainer.tensor_parallel == 4
+
+
+def test_experts_must_divide(run_toml: Path) -> None:
+    file = run_toml.parent / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_experts": 6}))
+    with pytest.raises(ConfigError, match=r"expert_parallel \(4\) does not divide the model's 6 experts"):
+        load_config(run_toml, ["trainer.expert_parallel=4", "trainer.data_parallel=4"])
+    config = load_config(
+        run_toml, ["trainer.expert_parallel=2", "trainer.data_parallel=4", "trainer.pipeline_parallel=3"]
+    )
+    assert config.trainer.world_size == 12  # experts take their ranks from the data-parallel ones
+
+
+def test_sizes_that_follow_from_others(run_toml: Path) -> None:
+    config = load_config(run_toml, ["pipeline.max_weight_lag=3"])
+    assert config.queue_groups == 32
+    assert load_config(run_toml, ["pipeline.queue_groups=9"]).queue_groups == 9
+    assert (config.engine.servers, config.evaluation.enabled) == (1, False)
+    foreign = load_config(run_toml, ["engine.count=0", "engine.urls=['http://a:1', 'http://b:1']"])
+    assert (foreign.engine.servers, foreign.rollout_devices) == (2, 0)
 
 
 def test_a_folder_that_is_no_model_is_named(run_toml: Path, tmp_path: Path) -> None:
@@ -107,4 +170,7 @@ def test_a_data_file_that_is_not_there_is_named(run_toml: Path) -> None:
     ):
         load_config(run_toml)
     (run_toml.parent / "p.jsonl").write_text('{"prompt": "1 + 1"}\n')
+    with pytest.raises(ConfigError, match=r"does not exist \(.*run.toml, evaluation.path\); seen: .*held.jsonl"):
+        load_config(run_toml, ["evaluation.path=held.jsonl", "evaluation.every=1"])
+    assert load_config(run_toml, ["evaluation.path=held.jsonl"]).evaluation.every == 0
     assert load_config(run_toml).data.path == run_toml.parent / "p.jsonl"

@@ -29,6 +29,7 @@ from vime_sync import Publisher, WeightSource
 from vime_integration.batches import RolloutBatch, sequences_of
 from vime_integration.cluster import log_to_file
 from vime_integration.placement import Seat
+from vime_integration.staleness import WithOnPolicyDifference
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,10 @@ def trainer_config(config: RunConfig) -> TrainerConfig:
     return TrainerConfig(
         model=config.model.path,
         tensor_parallel=section.tensor_parallel,
+        pipeline_parallel=section.pipeline_parallel,
+        context_parallel=section.context_parallel,
+        expert_parallel=section.expert_parallel,
+        sequence_parallel=section.sequence_parallel,
         dtype=section.dtype,
         max_tokens_per_microbatch=section.max_tokens_per_microbatch,
         max_sequence_length=config.rollout.max_context_tokens,
@@ -75,6 +80,11 @@ def trainer_config(config: RunConfig) -> TrainerConfig:
             distributed=section.distributed_optimizer,
         ),
     )
+
+
+def sync_transport(config: RunConfig) -> str:
+    """Return the carrier of the weights: ``auto`` is shared memory, which works on every host this loop runs on."""
+    return "shm" if config.sync.transport == "auto" else config.sync.transport
 
 
 class TrainerActor:
@@ -124,9 +134,7 @@ class TrainerActor:
         source: WeightSource = self._trainer.source()
         if config.algorithm.kl_coef > 0 and config.algorithm.kl_target == "reference":
             self._reference = {name: buffer.detach().to("cpu", copy=True) for name, buffer in source.buffers.items()}
-        self._publisher = Publisher(
-            source, transport=config.sync.transport, digest="full" if config.sync.digest else "off"
-        )
+        self._publisher = Publisher(source, transport=sync_transport(config), digest=config.sync.digest)
         logger.info("rank %d of %d holds %d buffers", self._rank, world, len(source.buffers))
         return self._publisher.manifest()
 
@@ -152,7 +160,7 @@ class TrainerActor:
                 with self._reference_weights():
                     more["ref_logprob"] = trainer.logprobs(plain)
             prepared.append(sequences_of(rows, **more))
-        loss = PolicyLoss.from_config(algorithm, reuse_current=reuse)
+        loss = WithOnPolicyDifference(PolicyLoss.from_config(algorithm, reuse_current=reuse))
         updates = tuple(trainer.step(sequences, loss) for sequences in prepared)
         return TrainReport(updates, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 

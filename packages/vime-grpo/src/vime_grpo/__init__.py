@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vime_grpo.config import RunConfig, load_config, save_config
 from vime_grpo.errors import BatchError, ConfigError, GrpoError, LaunchError, MetricsError
+from vime_grpo.guards import Alarm, Guards, finite_metrics
 from vime_grpo.tracking import MetricsWriter, read_metrics
 
 if TYPE_CHECKING:
@@ -45,12 +46,14 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "Alarm",
     "BatchError",
     "BatchRow",
     "ClipBounds",
     "ConfigError",
     "Display",
     "GrpoError",
+    "Guards",
     "LaunchError",
     "MetricsError",
     "MetricsWriter",
@@ -61,6 +64,7 @@ __all__ = [
     "batch_metrics",
     "build_batch",
     "closing_table",
+    "finite_metrics",
     "group_advantages",
     "load_config",
     "make_display",

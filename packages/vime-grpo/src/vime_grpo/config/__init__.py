@@ -6,9 +6,9 @@
 
     config = load_config("run.toml", ["rollout.batch_size=64"])
 
-The pages of this package: `generation` and `training` hold the sections with a doc on every field, `run` composes them
-and ties them together, `model_folder` checks the layout against the model, `toml` and `schema` read files and
-overrides, `load` is the door, `reference` prints the docs.
+The pages of this package: `generation`, `training` and `watching` hold the sections with a doc on every
+field, `run` composes them and ties them together, `model_folder` checks the layout against the model, `toml` and
+`schema` read files and overrides, `load` is the door, `reference` prints the docs.
 """
 
 from vime_grpo.config.generation import DataSection, EngineSection, ModelSection, RewardSection, RolloutSection
@@ -22,15 +22,17 @@ from vime_grpo.config.training import (
     CheckpointSection,
     PipelineSection,
     SyncSection,
-    TrackingSection,
     TrainerSection,
 )
+from vime_grpo.config.watching import EvaluationSection, GuardsSection, TrackingSection
 
 __all__ = [
     "AlgorithmSection",
     "CheckpointSection",
     "DataSection",
     "EngineSection",
+    "EvaluationSection",
+    "GuardsSection",
     "ModelSection",
     "PipelineSection",
     "RewardSection",

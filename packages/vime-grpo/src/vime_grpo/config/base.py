@@ -7,7 +7,7 @@ report, not a wish to guess. Unknown keys are refused, because a misspelt key th
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
@@ -60,3 +60,9 @@ Words = Annotated[tuple[str, ...], Field(strict=False)]
 """An array of strings (TOML arrays arrive as lists, hence not strict)."""
 
 Ids = Annotated[tuple[int, ...], Field(strict=False)]
+
+DottedPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*[:.][A-Za-z_]\w*$")]
+"""A Python object by its import path, ``package.module:name``."""
+
+Switch = Literal["auto", "on", "off"]
+"""``auto`` leaves the choice to what was measured or to the device; the run says what was chosen."""

@@ -2,11 +2,54 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from vime_grpo.config.base import Count, FilePath, Fraction, Ids, NonNegativeInt, Positive, Section, Words
+from vime_grpo.config.base import (
+    Count,
+    DottedPath,
+    FilePath,
+    Fraction,
+    Ids,
+    NonNegativeInt,
+    Positive,
+    Section,
+    Switch,
+    Words,
+)
+
+PromptKind = Literal["jsonl", "parquet", "reasoning_gym", "custom"]
+
+#: The settings that each kind of prompt source needs, and those it reads if they are set.
+_SOURCES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "jsonl": (("path",), ()),
+    "parquet": (("path",), ()),
+    "reasoning_gym": (("task", "size"), ("task_config",)),
+    "custom": (("source",), ("options", "size", "path")),
+}
+
+
+def check_source(section: Section, name: str, kind: str) -> None:
+    """Check that a kind of prompt source has the settings that it needs, and none that it would ignore.
+
+    Args:
+        section: The section that describes the source.
+        name: The section's name, for the text.
+        kind: The kind of source.
+
+    Raises:
+        ValueError: A setting is missing, or would be ignored.
+    """
+    needed, optional = _SOURCES[kind]
+    known = dict.fromkeys(key for keys in _SOURCES.values() for group in keys for key in group)
+    missing = [f"{name}.{key}" for key in needed if getattr(section, key) is None]
+    unused = [f"{name}.{key}" for key in known if key not in (*needed, *optional) and getattr(section, key)]
+    if missing:
+        raise ValueError(f"kind {kind!r} needs {' and '.join(missing)}")
+    if unused:
+        raise ValueError(f"kind {kind!r} does not use {' and '.join(unused)}")
 
 
 class ModelSection(Section):
@@ -21,10 +64,19 @@ class ModelSection(Section):
 class DataSection(Section):
     """Where prompts come from."""
 
-    kind: Literal["jsonl", "parquet", "reasoning_gym"] = Field(
-        default="jsonl", description="Source of the prompts: a file, or a reasoning-gym task that makes them."
+    kind: PromptKind = Field(
+        default="jsonl",
+        description="Source of the prompts: a file, a reasoning-gym task that makes them, or a class of your own.",
     )
-    path: FilePath | None = Field(default=None, description="The file, for the kinds jsonl and parquet.")
+    path: FilePath | None = Field(
+        default=None, description="The file, for the kinds jsonl and parquet; a source of your own may use it too."
+    )
+    source: DottedPath | None = Field(
+        default=None,
+        description="Dotted path of your own data source, `package.module:Name`, for the kind custom: called with the "
+        "options as keyword arguments, it returns an object with vime-rollout's `DataSource` methods.",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of your own data source.")
     prompt_key: str = Field(
         default="prompt", description="Key of the prompt: a plain string or a list of chat messages."
     )
@@ -58,17 +110,7 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _kind_has_its_source(self) -> DataSection:
-        if self.kind == "reasoning_gym":
-            missing = [name for name in ("task", "size") if getattr(self, name) is None]
-            unused = [name for name in ("path",) if getattr(self, name) is not None]
-        else:
-            missing = [name for name in ("path",) if getattr(self, name) is None]
-            unused = [name for name in ("task", "size") if getattr(self, name) is not None]
-            unused += ["task_config"] if self.task_config else []
-        if missing:
-            raise ValueError(f"kind {self.kind!r} needs {' and '.join('data.' + name for name in missing)}")
-        if unused:
-            raise ValueError(f"kind {self.kind!r} does not use {' and '.join('data.' + name for name in unused)}")
+        check_source(self, "data", self.kind)
         if self.system_prompt is not None and not self.apply_chat_template:
             raise ValueError("data.system_prompt needs data.apply_chat_template = true")
         return self
@@ -91,7 +133,7 @@ class RolloutSection(Section):
     top_p: Fraction = Field(
         default=1.0,
         description="Nucleus sampling. Below 1 the engine's logprobs are of the cut distribution and the trainer's of "
-        "the whole one, so pipeline.logprob_diff_limit must be 0.",
+        "the whole one, so guards.logprob_difference_action must not be stop.",
     )
     top_k: int = Field(default=-1, ge=-1, description="Sample from the k likeliest tokens only; -1 from all. As top_p.")
     stop: Words = Field(default=(), description="Strings that end a response.")
@@ -102,6 +144,39 @@ class RolloutSection(Section):
     retries: NonNegativeInt = Field(
         default=2, description="How often a failed request is sent again before the step fails."
     )
+    over_sample: NonNegativeInt = Field(
+        default=0,
+        description="Prompts begun beyond batch_size. The step takes the first batch_size groups that are finished and "
+        "pass the filter; what is then still running is aborted, or kept with rollout.partial.",
+    )
+    filter: str | None = Field(
+        default=None,
+        description="Which finished groups may be trained on: differing_rewards (drops groups whose rewards are all "
+        "equal: they have no gradient), or the dotted path of your own, `package.module:function`.",
+    )
+    generate: DottedPath | None = Field(
+        default=None,
+        description="Dotted path of your own generate function, `package.module:function`: turns, tools, agents.",
+    )
+    partial: bool = Field(
+        default=False,
+        description="Cut generations that the step does not need any more and continue them in the next one, with the "
+        "weights of then: their tokens are of several versions.",
+    )
+    mask_off_policy: bool = Field(
+        default=False,
+        description="Do not train on tokens of older weights than the sample's newest; they stay in the context.",
+    )
+    max_turns: Count = Field(
+        default=1, description="Most turns of the policy in one sample, for generate functions with several turns."
+    )
+
+    @field_validator("filter")
+    @classmethod
+    def _filter_can_be_found(cls, value: str | None) -> str | None:
+        if value in (None, "differing_rewards") or re.fullmatch(r"[A-Za-z_][\w.]*[:.][A-Za-z_]\w*", value):
+            return value
+        raise ValueError(f'{value!r} is neither "differing_rewards" nor a dotted path, `package.module:function`')
 
     @model_validator(mode="after")
     def _sampling_is_possible(self) -> RolloutSection:
@@ -123,7 +198,27 @@ class RolloutSection(Section):
 class EngineSection(Section):
     """The vLLM servers that generate."""
 
-    count: Count = Field(default=1, description="Number of engines, each a vLLM server process.")
+    count: NonNegativeInt = Field(
+        default=1,
+        description="Number of engines that the run starts and stops, each a vLLM server process; 0 with engine.urls.",
+    )
+    urls: Words = Field(
+        default=(),
+        description="Engines started by somebody else, such as http://host:8000, with vime-sync's arguments. They are "
+        "used and never stopped. engine.count must then be 0: the run either starts engines or is given them.",
+    )
+    router: bool = Field(
+        default=False,
+        description="Put vllm-router in front of the engines, with sticky sessions, instead of dealing requests out.",
+    )
+    restarts: NonNegativeInt = Field(
+        default=2, description="How often in a run a dead or hanging engine is started again before the run fails."
+    )
+    sleep: Switch = Field(
+        default="auto",
+        description="Whether engines give their memory back while the trainer works: auto does so where they share "
+        "a GPU.",
+    )
     tensor_parallel: Count = Field(default=1, description="Devices of one engine (tensor parallelism).")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="bfloat16", description="Type of the engine's weights. With the trainer's, logprobs agree best."
@@ -145,6 +240,27 @@ class EngineSection(Section):
     )
     extra_args: Words = Field(default=(), description="Further arguments of the vLLM server, as on its command line.")
 
+    @property
+    def servers(self) -> int:
+        """Engines that generate, whoever started them."""
+        return self.count or len(self.urls)
+
+    @model_validator(mode="after")
+    def _engines_have_one_owner(self) -> EngineSection:
+        if self.urls and self.count:
+            raise ValueError(
+                f"engine.urls names {len(self.urls)} engines that somebody else started and engine.count asks for "
+                f"{self.count} to be started; set engine.count = 0, or remove the urls"
+            )
+        if not self.urls and not self.count:
+            raise ValueError("engine.count is 0 and engine.urls names none; generation needs at least one engine")
+        for url in self.urls:
+            if not re.fullmatch(r"https?://[^/\s?#]+", url):
+                raise ValueError(f"engine.urls holds {url!r}; expected http://host:port, without a path")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("engine.urls names an engine twice")
+        return self
+
 
 class RewardSection(Section):
     """How a sample is scored. Exactly one of name and path is set."""
@@ -154,9 +270,8 @@ class RewardSection(Section):
         description="Built-in reward: exact_match (the response equals the label), math_verify (mathematical equality "
         "of the final answer), reasoning_gym (the task's own scorer).",
     )
-    path: str | None = Field(
+    path: DottedPath | None = Field(
         default=None,
-        pattern=r"^[A-Za-z_][\w.]*[:.][A-Za-z_]\w*$",
         description="Dotted path of your own reward, `package.module:function`: `async def fn(sample) -> float`.",
     )
     timeout_s: Positive = Field(default=30.0, description="Seconds after which scoring one sample is given up.")

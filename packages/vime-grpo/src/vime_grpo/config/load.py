@@ -16,6 +16,7 @@ from vime_grpo.config.model_folder import check_model_folder
 from vime_grpo.config.run import RunConfig
 from vime_grpo.config.schema import check_keys
 from vime_grpo.config.toml import apply_overrides, dump_toml, read_toml
+from vime_grpo.config.watching import EvaluationSection
 from vime_grpo.errors import ConfigError
 
 
@@ -43,8 +44,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, check_files:
     config = config_from_dict(raw, base_folder=file.parent, source=source)
     if check_files:
         check_model_folder(config)
-        if config.data.path is not None and not config.data.path.is_file():
-            raise ConfigError("the data file does not exist", where=f"{file}, data.path", seen=str(config.data.path))
+        _check_prompt_files(config, file)
     return config
 
 
@@ -67,6 +67,14 @@ def config_from_dict(raw: Mapping[str, Any], *, base_folder: Path | None = None,
         return RunConfig.model_validate(raw, context={BASE_FOLDER: base_folder})
     except ValidationError as error:
         raise _config_error(error.errors(include_url=False), source) from error
+
+
+def _check_prompt_files(config: RunConfig, file: Path) -> None:
+    for name, section in (("data", config.data), ("evaluation", config.evaluation)):
+        unused = isinstance(section, EvaluationSection) and not section.enabled
+        # What a source of the user's own makes of its path is its own affair.
+        if section.path is not None and section.kind != "custom" and not unused and not section.path.is_file():
+            raise ConfigError("the data file does not exist", where=f"{file}, {name}.path", seen=str(section.path))
 
 
 def save_config(config: RunConfig, path: str | Path) -> None:

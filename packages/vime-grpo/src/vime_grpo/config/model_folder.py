@@ -23,6 +23,7 @@ def check_model_folder(config: RunConfig) -> None:
     problems = []
     for section, size in (("trainer", config.trainer.tensor_parallel), ("engine", config.engine.tensor_parallel)):
         problems += _tensor_parallel_problems(facts, section, size)
+    problems += _sharing_problems(facts, config)
     limit = facts.get("max_position_embeddings")
     if isinstance(limit, int) and config.engine.max_model_len is not None and config.engine.max_model_len > limit:
         problems.append(
@@ -65,4 +66,19 @@ def _tensor_parallel_problems(facts: dict[str, Any], section: str, size: int) ->
         problems.append(f"{section}.tensor_parallel ({size}) does not divide the model's {kv_heads} key-value heads")
     if isinstance(inner, int) and inner % size:
         problems.append(f"{section}.tensor_parallel ({size}) does not divide the model's intermediate_size {inner}")
+    return problems
+
+
+def _sharing_problems(facts: dict[str, Any], config: RunConfig) -> list[str]:
+    problems = []
+    layers, stages = facts.get("num_hidden_layers"), config.trainer.pipeline_parallel
+    if isinstance(layers, int) and layers % stages:
+        problems.append(f"trainer.pipeline_parallel ({stages}) does not divide the model's {layers} layers")
+    # Families name the number of experts differently; a dense model has none of the keys.
+    experts = next((facts[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in facts), 0)
+    shares = config.trainer.expert_parallel
+    if shares > 1 and not experts:
+        problems.append(f"trainer.expert_parallel is {shares}, and the model has no experts")
+    elif isinstance(experts, int) and experts % shares:
+        problems.append(f"trainer.expert_parallel ({shares}) does not divide the model's {experts} experts")
     return problems

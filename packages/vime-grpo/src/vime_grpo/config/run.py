@@ -11,9 +11,9 @@ from vime_grpo.config.training import (
     CheckpointSection,
     PipelineSection,
     SyncSection,
-    TrackingSection,
     TrainerSection,
 )
+from vime_grpo.config.watching import EvaluationSection, GuardsSection, TrackingSection
 
 
 class RunConfig(Section):
@@ -32,6 +32,8 @@ class RunConfig(Section):
     trainer: TrainerSection = Field(default_factory=TrainerSection, description="Megatron-Core trainer.")
     sync: SyncSection = Field(default_factory=SyncSection, description="Weight transfer.")
     pipeline: PipelineSection = Field(description="The loop.")
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection, description="Held-out prompts.")
+    guards: GuardsSection = Field(default_factory=GuardsSection, description="What ends a run.")
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="Saving.")
     tracking: TrackingSection = Field(default_factory=TrackingSection, description="Progress display and plots.")
 
@@ -45,6 +47,7 @@ class RunConfig(Section):
             *_length_problems(self),
             *_sampling_problems(self),
             *_schedule_problems(self),
+            *_layout_problems(self),
         ]
         if problems:
             raise ValueError("; ".join(problems))
@@ -67,8 +70,13 @@ class RunConfig(Section):
 
     @property
     def rollout_devices(self) -> int:
-        """Devices that generate: engines times their tensor-parallel size."""
+        """Devices of the run that generate: the engines it starts times their tensor-parallel size."""
         return self.engine.count * self.engine.tensor_parallel
+
+    @property
+    def queue_groups(self) -> int:
+        """Finished groups that may wait for the trainer: pipeline.queue_groups, or what the lag allows."""
+        return self.pipeline.queue_groups or self.rollout.batch_size * (self.pipeline.max_weight_lag + 1)
 
     @property
     def needs_reference(self) -> bool:
@@ -108,11 +116,11 @@ def _length_problems(config: RunConfig) -> list[str]:
 
 def _sampling_problems(config: RunConfig) -> list[str]:
     cut = [name for name, off in (("top_p", 1.0), ("top_k", -1)) if getattr(config.rollout, name) != off]
-    if cut and config.pipeline.logprob_diff_limit > 0:
+    if cut and config.guards.logprob_difference_action == "stop":
         return [
             f"rollout.{' and rollout.'.join(cut)} cut the sampled distribution, so the engine's logprobs differ from "
-            "the trainer's by design and pipeline.logprob_diff_limit would stop the run: set the limit to 0, or sample "
-            "from the whole distribution"
+            "the trainer's by design and the guard of the logprob difference would stop the run: set "
+            'guards.logprob_difference_action = "off", or sample from the whole distribution'
         ]
     return []
 
@@ -130,6 +138,25 @@ def _schedule_problems(config: RunConfig) -> list[str]:
             f"trainer.warmup_steps ({trainer.warmup_steps}) leaves nothing of the run's {config.optimizer_steps} "
             f"optimiser steps for the {trainer.lr_schedule} schedule"
         )
+    return problems
+
+
+def _layout_problems(config: RunConfig) -> list[str]:
+    problems = []
+    trainer, pipeline = config.trainer, config.pipeline
     if trainer.distributed_optimizer and trainer.data_parallel == 1:
         problems.append("trainer.distributed_optimizer shards over data-parallel ranks; trainer.data_parallel is 1")
+    if trainer.sequence_parallel and trainer.tensor_parallel == 1:
+        problems.append("trainer.sequence_parallel shards over tensor-parallel ranks; trainer.tensor_parallel is 1")
+    spread = trainer.data_parallel * trainer.context_parallel
+    if spread % trainer.expert_parallel:
+        problems.append(
+            f"trainer.expert_parallel ({trainer.expert_parallel}) does not divide trainer.data_parallel x "
+            f"trainer.context_parallel ({spread}), whose ranks share the experts"
+        )
+    if 0 < pipeline.queue_groups < config.rollout.batch_size:
+        problems.append(
+            f"pipeline.queue_groups ({pipeline.queue_groups}) is below rollout.batch_size "
+            f"({config.rollout.batch_size}): a step's groups would never be there together"
+        )
     return problems

@@ -1,4 +1,4 @@
-"""Sections about what is trained: algorithm, trainer, sync, pipeline, checkpoint, tracking."""
+"""Sections about what is trained, and how: algorithm, trainer, sync, pipeline, checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from vime_grpo.config.base import Count, FilePath, NonNegative, NonNegativeInt, Positive, Section
+from vime_grpo.config.base import Count, FilePath, NonNegative, NonNegativeInt, Positive, Section, Switch
 
 
 class AlgorithmSection(Section):
@@ -103,12 +103,29 @@ class TrainerSection(Section):
         default=1.0, description="Global gradient norm above which gradients are scaled down; 0 turns clipping off."
     )
     tensor_parallel: Count = Field(default=1, description="Ranks that share each matrix.")
+    pipeline_parallel: Count = Field(default=1, description="Stages that share the layers.")
+    context_parallel: Count = Field(default=1, description="Ranks that share each sequence.")
+    expert_parallel: Count = Field(
+        default=1, description="Ranks that share the experts of a mixture; divides data_parallel x context_parallel."
+    )
     data_parallel: Count = Field(default=1, description="Ranks (or groups of them) that share the batch.")
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Shard the activations between matrices over the tensor-parallel ranks; needs tensor_parallel "
+        "above 1.",
+    )
     distributed_optimizer: bool = Field(
         default=False, description="Shard the optimiser's state over the data-parallel ranks."
     )
-    activation_recompute: Literal["none", "full"] = Field(
-        default="none", description="Recompute activations in the backward pass: less memory, about a third more time."
+    activation_recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="Recompute activations in the backward pass: those that are cheap (selective), or every layer from "
+        "its input (full): the least memory, about a third more time.",
+    )
+    offload: Switch = Field(
+        default="auto",
+        description="Whether the trainer moves its weights, gradients and optimiser state off the GPU while engines "
+        "generate: auto does so where they share a GPU.",
     )
     max_tokens_per_microbatch: Count = Field(
         default=8192,
@@ -125,18 +142,31 @@ class TrainerSection(Section):
 
     @property
     def world_size(self) -> int:
-        """Trainer ranks: tensor_parallel x data_parallel."""
-        return self.tensor_parallel * self.data_parallel
+        """Trainer ranks: tensor_parallel x pipeline_parallel x context_parallel x data_parallel.
+
+        Expert parallelism adds none: it takes its ranks from the data- and context-parallel ones.
+        """
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
 
 class SyncSection(Section):
     """How new weights reach the engines."""
 
-    transport: Literal["shm"] = Field(
-        default="shm", description="Carrier of the weights: POSIX shared memory on one host."
+    transport: Literal["auto", "shm", "ipc", "collective", "disk"] = Field(
+        default="auto",
+        description="Carrier of the weights: POSIX shared memory (shm) or GPU memory handles (ipc) on one host, "
+        "collective operations or a shared folder (disk) between hosts. auto takes ipc where trainer and engines "
+        "share GPUs, else shm on one host.",
+    )
+    mode: Literal["auto", "copy", "alias"] = Field(
+        default="auto",
+        description="Whether engines copy the weights into their own memory (copy) or use the trainer's memory "
+        "(alias); auto takes alias wherever the layouts allow it, and the run says which it was.",
     )
     deadline_s: Positive = Field(default=300.0, description="Seconds that one update of all engines may take.")
-    digest: bool = Field(default=True, description="Check a digest of every tensor on the engine's side.")
+    digest: Literal["off", "sampled", "full"] = Field(
+        default="full", description="How much of every tensor is digested by the trainer and checked by the engines."
+    )
 
 
 class PipelineSection(Section):
@@ -152,10 +182,24 @@ class PipelineSection(Section):
     ray_start_deadline_s: Positive = Field(
         default=120.0, description="Seconds that Ray and its processes have to start."
     )
-    logprob_diff_limit: NonNegative = Field(
-        default=0.1,
-        description="Largest train/train_rollout_logprob_abs_diff of a step's first update before the run is stopped; "
-        "0 turns the guard off.",
+    max_weight_lag: NonNegativeInt = Field(
+        default=1,
+        description="Most versions between the oldest token of a sample and the weights that train on it (async).",
+    )
+    queue_groups: NonNegativeInt = Field(
+        default=0,
+        description="Finished groups that may wait for the trainer (async); 0 means rollout.batch_size x "
+        "(max_weight_lag + 1).",
+    )
+    on_expired: Literal["drop", "refresh"] = Field(
+        default="refresh",
+        description="What happens to a group that has become older than max_weight_lag (async): it is dropped and "
+        "counted, or its prompt is generated again.",
+    )
+    update_mode: Literal["keep", "drain"] = Field(
+        default="keep",
+        description="Running requests during a weight update (async): engines freeze them and go on with the new "
+        "weights (keep), or let them end first (drain).",
     )
 
 
@@ -164,14 +208,3 @@ class CheckpointSection(Section):
 
     every: NonNegativeInt = Field(default=20, description="Save after every so many steps; 0 saves at the end only.")
     keep: Count = Field(default=2, description="Checkpoints kept; older ones are deleted after a newer one is whole.")
-
-
-class TrackingSection(Section):
-    """What is shown of the run; runs/.../metrics.jsonl is always written."""
-
-    console: Literal["live", "plain", "off"] = Field(
-        default="live",
-        description="Progress on the terminal: a live display, one line a step, or nothing. Live becomes plain where "
-        "the output is no terminal, and says so.",
-    )
-    plot: bool = Field(default=True, description="Draw reward.png in the run folder at the end.")
