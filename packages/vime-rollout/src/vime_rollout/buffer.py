@@ -170,10 +170,15 @@ class DataBuffer:
         """Return the lag of each group inside, for a histogram."""
         return [version - oldest for g in self._groups.values() if (oldest := g.oldest_version) is not None]
 
-    def replays(self) -> list[Prompt]:
-        """Return the prompts that wait to be generated again, and empty that queue."""
-        prompts, self._replay = self._replay, []
-        return prompts
+    def replays(self, most: int | None = None) -> list[Prompt]:
+        """Take out the prompts that wait to be generated again, lowest position first.
+
+        Args:
+            most: At most so many; ``None`` takes all.
+        """
+        order = sorted(self._replay, key=lambda prompt: prompt.position)
+        self._replay = [] if most is None else order[most:]
+        return order[:most]
 
     def _too_old(self, group: SampleGroup, version: int) -> bool:
         oldest = group.oldest_version
