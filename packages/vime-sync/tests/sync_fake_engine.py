@@ -49,7 +49,7 @@ class FakeModel:
     def __init__(self, rank=0, world=1, dtype=torch.float32, seed=0):
         self.rank, self.world_size, self.device = rank, world, torch.device("cpu")
         self.sleeping, self.reloads = "", 0
-        self.binding = None
+        self.binding, self.refused = None, ""
         self.obstacle = {}
         rows = -(-WORDS // 4) * 4 // world  # padded, as an engine pads its vocabulary
         q, kv, inner = HEADS * DIM // world, KV * DIM // world, INNER // world
@@ -80,6 +80,9 @@ class FakeModel:
 
     def alias(self):
         return self.binding
+
+    def alias_refused(self):
+        return self.refused
 
     def asleep(self):
         return self.sleeping

@@ -4,6 +4,7 @@ The trainer describes where its weights are (`WeightSource`), exposes them (`Pub
 the engines (`SyncSession`). The engine learns once, from the model's own weight loaders, where every slice goes.
 """
 
+from vime_sync.choice import Choice, choose_transport
 from vime_sync.digest import Digest
 from vime_sync.errors import (
     AliasError,
@@ -34,7 +35,8 @@ from vime_sync.launch import engine_arguments, engine_environment
 from vime_sync.layout import Box, CheckpointTensor, Piece, Region
 from vime_sync.manifest import merge_manifests
 from vime_sync.publisher import Publisher
-from vime_sync.session import SyncReport, SyncSession
+from vime_sync.report import SyncReport
+from vime_sync.session import SyncSession
 from vime_sync.source import WeightSource
 from vime_sync.transports.shm import shared_empty
 from vime_sync.verify import Comparison, compare
@@ -45,6 +47,7 @@ __all__ = [
     "AsleepError",
     "Box",
     "CheckpointTensor",
+    "Choice",
     "Comparison",
     "Digest",
     "DigestError",
@@ -73,6 +76,7 @@ __all__ = [
     "VersionConflictError",
     "WeightSource",
     "WindowError",
+    "choose_transport",
     "compare",
     "engine_arguments",
     "engine_environment",

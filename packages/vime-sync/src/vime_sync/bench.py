@@ -180,6 +180,10 @@ class BenchModel:
         """What `bound` bound."""
         return self._binding
 
+    def alias_refused(self) -> str:
+        """Nobody tried."""
+        return ""
+
     def reload(self, names: Iterable[str], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load again; nothing is post-processed."""
         self.load_weights(weights)

@@ -18,6 +18,8 @@ class EngineClient:
         version: The version that it is known to serve, -1 before the first commit.
         mode: How it writes.
         plan: The summary of its plan.
+        connected: Whether it holds this session, as far as anybody here knows.
+        known: Whether it was ever asked to.
     """
 
     def __init__(self, url: str, deadline_s: float) -> None:
@@ -26,6 +28,7 @@ class EngineClient:
         self.version = -1
         self.mode = ""
         self.plan: dict[str, Any] = {}
+        self.connected = self.known = False
         self._http = httpx.Client(base_url=self.url, timeout=httpx.Timeout(deadline_s, connect=min(deadline_s, 10.0)))
 
     def call(self, operation: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:

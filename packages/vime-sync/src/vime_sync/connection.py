@@ -69,6 +69,30 @@ class Connection:
             digest: DigestMode = "off" if mode == "off" else "sampled" if mode == "sampled" else "full"
             self.program.mover.prepare(digest, write=self.mode != "alias")
 
+    def require(self, digest: str) -> None:
+        """Refuse if what the trainer published for this version is not what was served as this version.
+
+        Args:
+            digest: What was served; empty to ask for nothing.
+
+        Raises:
+            DigestError: If it is not that.
+        """
+        if not digest:
+            return
+        found = {rank: control.digests() for rank, control in self.controls.items()}
+        named = ((rank, index) for name in self.share.verified for rank, index in self.pieces[name])
+        digested = all(mode != "off" for mode, _, _ in found.values())
+        total = str(sum((found[rank][2][index] for rank, index in named), Digest())) if digested else "no digest"
+        if total != digest:
+            raise DigestError(
+                "the trainer publishes other bytes for this version than those that were served",
+                where=f"trainer ranks {sorted(self.controls)}",
+                seen=total,
+                expected=digest,
+                fix="stage a newer version and update() to it",
+            )
+
     def assembled(self, mode: DigestMode, phase: int, published: Mapping[int, list[Digest]]) -> Weights:
         """The checkpoint tensors that the engine's own loaders need, whole, each compared with what was published.
 

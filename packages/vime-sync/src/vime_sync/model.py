@@ -38,6 +38,9 @@ class Model(Protocol):
     def alias(self) -> AliasBinding | None:
         """The trainer's memory that the weights are, if they are (`vime_sync.aliasing`)."""
 
+    def alias_refused(self) -> str:
+        """Why the weights are not the trainer's memory although they might have been, or empty."""
+
     def reload(self, names: Iterable[str], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load and post-process the layers of some live tensors again, in place."""
 

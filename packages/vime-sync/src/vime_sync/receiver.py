@@ -175,7 +175,7 @@ class Receiver:
         )
         self._link.bind(self.model, manifest)
         reply: dict[str, Any] = {
-            "plan": plan.summary(),
+            "plan": {**plan.summary(), "alias_refused": self.model.alias_refused()},
             "mode": self._link.mode,
             "copier": self._link.copier,
             "seconds": time.perf_counter() - started,
@@ -253,6 +253,7 @@ class Receiver:
                 seen=f"version {version} without its writing block",
                 fix="train inside `with session.writing(version):`",
             )
+        link.require(str(message.get("expect", "")))
         self._check_awake()
         self._check_addresses(link)
         link.importer.fetch(version)

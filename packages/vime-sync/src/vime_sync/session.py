@@ -9,73 +9,30 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, Literal
 
 from vime_sync.client import EngineClient
+from vime_sync.digest import Digest
+from vime_sync.engines import Engines
 from vime_sync.errors import (
+    DigestError,
     EngineError,
     NotStartedError,
     SyncError,
     TornEngineError,
-    TransactionError,
     VersionConflictError,
 )
 from vime_sync.manifest import Manifest, check_manifest
 from vime_sync.process import identity
+from vime_sync.report import Served, SyncReport, Writing
 
 #: After these nobody can say from here what the engine holds.
 _UNCLEAR = (EngineError, TornEngineError)
 
 InFlight = Literal["keep", "wait", "abort", "paused"]
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """What one update did.
-
-    Attributes:
-        version: The version that every engine serves now.
-        seconds: Wall time of the whole call.
-        phases: Seconds by phase, the slowest engine's: ``stage``, ``pause``, ``commit``, ``resume``.
-        bytes: Bytes copied, over all engines.
-        digest: The digest of what the engines serve (32 hexadecimal digits), empty if digests are off.
-        digest_mode: ``off``, ``sampled`` or ``full``.
-        mode: ``shadow``, ``undo``, ``direct`` or ``alias``.
-        transport: The manifest's transport.
-        engines: How many engines were updated.
-        reload: Live tensors that were not copied but loaded again by the engine's own means, each with the reason.
-    """
-
-    version: int
-    seconds: float
-    phases: Mapping[str, float]
-    bytes: int
-    digest: str
-    digest_mode: str
-    mode: str
-    transport: str
-    engines: int
-    reload: Mapping[str, str] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON."""
-        return asdict(self)
-
-
-@dataclass
-class Writing:
-    """What `SyncSession.writing` yields.
-
-    Attributes:
-        report: The update's report; None until the block has ended.
-    """
-
-    report: SyncReport | None = None
 
 
 class SyncSession:
@@ -121,37 +78,38 @@ class SyncSession:
             TransactionError: If no engine is named, or one twice.
         """
         check_manifest(manifest)
-        if not engine_urls or len(set(engine_urls)) != len(engine_urls):
-            raise TransactionError("give each engine once", seen=str(list(engine_urls)))
         self._manifest, self._deadline, self._mode = manifest, deadline_s, mode
         self._in_flight, self._cast, self._takeover, self._copier = in_flight, cast, takeover, copier
         self._reload = reload
         self._id = secrets.token_hex(8)
-        self._engines = [EngineClient(url, deadline_s) for url in engine_urls]
-        self._pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="vime-sync")
-        self._connected = self._known = False
+        self._engines = Engines(engine_urls, deadline_s)
+        self._served = Served()
 
-    def _all(self, call: Callable[[EngineClient], dict[str, Any]]) -> list[dict[str, Any] | SyncError]:
-        """Call every engine at once; an engine's failure is its result."""
+    @property
+    def served(self) -> int:
+        """The newest version that this session has brought engines to; -1 before the first."""
+        return self._served.version
 
-        def one(engine: EngineClient) -> dict[str, Any] | SyncError:
-            try:
-                return call(engine)
-            except SyncError as error:
-                return error
-
-        return list(self._pool.map(one, self._engines))
+    @property
+    def urls(self) -> list[str]:
+        """The engines' base URLs, in order."""
+        return self._engines.urls
 
     def connect(self) -> list[dict[str, Any]]:
         """Let every engine plan; idempotent.
 
         Returns:
-            For each engine the summary of its plan: copies, bytes, fills, constants, ignored checkpoint tensors, and
-            what is reloaded, with the reasons.
+            For each engine the summary of its plan: copies, bytes, fills, constants, ignored checkpoint tensors, what
+            is reloaded, with the reasons, and why an engine that was started with ``weights="auto"`` is not aliased
+            (``alias_refused``, else empty).
 
         Raises:
             SyncError: The first engine's refusal, by name.
         """
+        replies = _raise_first(self._engines.ask(self._connect))
+        return [dict(reply["plan"]) for reply in replies]
+
+    def _connect(self, engine: EngineClient) -> dict[str, Any]:
         body = {
             "session": self._id,
             "owner": identity(),
@@ -163,12 +121,11 @@ class SyncSession:
             "reload": self._reload,
             "deadline_s": self._deadline,
         }
-        self._known = True  # from here on an engine may hold this session
-        replies = _raise_first(self._all(lambda engine: engine.call("connect", body)))
-        for engine, reply in zip(self._engines, replies, strict=True):
-            engine.version, engine.mode, engine.plan = int(reply["version"]), str(reply["mode"]), dict(reply["plan"])
-        self._connected = True
-        return [engine.plan for engine in self._engines]
+        engine.known = True  # from here on it may hold this session
+        reply = engine.call("connect", body)
+        engine.version, engine.mode, engine.plan = int(reply["version"]), str(reply["mode"]), dict(reply["plan"])
+        engine.connected = True
+        return reply
 
     def update(self, version: int) -> SyncReport:
         """Bring every engine to `version`, which every publisher has staged.
@@ -184,7 +141,7 @@ class SyncSession:
                 (`TornEngineError`, or an `EngineError` of the commit phase, which lists who has what).
         """
         started = time.perf_counter()
-        if not self._connected:
+        if not self._engines.connected:
             self.connect()
         newest = max(engine.version for engine in self._engines)
         if version <= newest:
@@ -200,7 +157,9 @@ class SyncSession:
             ]
         for engine in self._engines:
             engine.version = version
-        return self._report(version, time.perf_counter() - started, replies)
+        report = self._report(version, time.perf_counter() - started, replies, list(self._engines))
+        self._served = Served.of(report)
+        return report
 
     @contextmanager
     def writing(self, version: int) -> Iterator[Writing]:
@@ -220,12 +179,12 @@ class SyncSession:
             SyncError: By name. If the block fails before the first write the engines go on with what they served;
                 after it, aliasing engines refuse to serve until a whole newer version is committed.
         """
-        if not self._connected:
+        if not self._engines.connected:
             self.connect()
         aliased = [engine for engine in self._engines if engine.mode == "alias"]
         writing, done = Writing(), False
         try:
-            _raise_first(self._all(lambda e: e.call("open", self._body(e, version)) if e in aliased else {}))
+            _raise_first(self._engines.ask(lambda e: e.call("open", self._body(e, version)) if e in aliased else {}))
             yield writing
             done = True
         finally:
@@ -238,7 +197,7 @@ class SyncSession:
         try:
             return self._engines[0].call("update", self._body(self._engines[0], version))
         except (EngineError, NotStartedError):
-            self._connected = False  # it may have committed, or have been restarted: ask before the next update
+            self._engines.unclear()  # it may have committed, or have been restarted
             raise
 
     def _body(self, engine: EngineClient, version: int) -> dict[str, Any]:
@@ -251,15 +210,16 @@ class SyncSession:
         }
 
     def _stage(self, version: int) -> list[dict[str, Any]]:
-        results = self._all(lambda engine: engine.call("stage", self._body(engine, version)))
+        results = self._engines.ask(lambda engine: engine.call("stage", self._body(engine, version)))
         if any(isinstance(result, SyncError) for result in results):
-            self._connected = not any(isinstance(result, (EngineError, NotStartedError)) for result in results)
+            if any(isinstance(result, (EngineError, NotStartedError)) for result in results):
+                self._engines.unclear()
             self.abort()
         return _raise_first(results)
 
     def _commit(self, version: int, staged: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         digest = {engine.url: reply.get("sum", "") for engine, reply in zip(self._engines, staged, strict=True)}
-        results = self._all(
+        results = self._engines.ask(
             lambda engine: engine.call("commit", {**self._body(engine, version), "digest": digest[engine.url]})
         )
         failed = [r for r in results if isinstance(r, SyncError)]
@@ -268,7 +228,8 @@ class SyncSession:
                 engine.url: str(result) if isinstance(result, SyncError) else f"version {version}"
                 for engine, result in zip(self._engines, results, strict=True)
             }
-            self._connected = False
+            self._engines.unclear()
+            self._note_committed(version, staged, results)
             self.abort()
             if len(failed) == len(results) and not any(isinstance(r, _UNCLEAR) for r in failed):
                 raise failed[0]  # nobody wrote
@@ -276,15 +237,27 @@ class SyncSession:
                 "engines disagree after a commit",
                 seen=str(held),
                 expected=f"version {version} everywhere",
-                fix="restart or drop the engines that failed; the others serve the new version",
+                fix="restart the engines that failed and `resync` them, or drop them; the others serve the new version",
             ) from failed[0]
         return [r for r in results if not isinstance(r, SyncError)]
 
+    def _note_committed(
+        self, version: int, staged: Sequence[Mapping[str, Any]], results: Sequence[dict[str, Any] | SyncError]
+    ) -> None:
+        """Remember what those that did commit serve: a restarted engine is brought there."""
+        for engine, before, result in zip(self._engines, staged, results, strict=True):
+            if not isinstance(result, SyncError):
+                engine.version = version
+                found = {**before, **result}
+                self._served = Served(version, str(found.get("sum", "")), str(found.get("digest_mode", "off")))
+
     def abort(self) -> None:
         """Forget what is staged on any engine (best effort: an engine that does not answer aborts by its own rules)."""
-        self._all(lambda engine: engine.call("abort", {"session": self._id, "deadline_s": self._deadline}))
+        self._engines.ask(lambda engine: engine.call("abort", {"session": self._id, "deadline_s": self._deadline}))
 
-    def _report(self, version: int, seconds: float, replies: Sequence[Mapping[str, Any]]) -> SyncReport:
+    def _report(
+        self, version: int, seconds: float, replies: Sequence[Mapping[str, Any]], engines: Sequence[EngineClient]
+    ) -> SyncReport:
         names = list(dict.fromkeys(name for reply in replies for name in reply["phases"]))
         return SyncReport(
             version=version,
@@ -293,10 +266,10 @@ class SyncSession:
             bytes=sum(int(reply.get("bytes", 0)) for reply in replies),
             digest=str(replies[0].get("sum", "")),
             digest_mode=str(replies[0].get("digest_mode", "off")),
-            mode=self._engines[0].mode,
+            mode=engines[0].mode,
             transport=str(self._manifest["transport"]),
             engines=len(replies),
-            reload={k: v for engine in self._engines for k, v in engine.plan.get("reload", {}).items()},
+            reload={k: v for engine in engines for k, v in engine.plan.get("reload", {}).items()},
         )
 
     def states(self) -> list[dict[str, Any]]:
@@ -305,7 +278,7 @@ class SyncSession:
         Raises:
             SyncError: If an engine does not answer.
         """
-        return _raise_first(self._all(lambda engine: engine.call("state")))
+        return _raise_first(self._engines.ask(lambda engine: engine.call("state")))
 
     def versions(self) -> list[int]:
         """The version that each engine serves, read from the engines; -1 before the first commit."""
@@ -313,12 +286,103 @@ class SyncSession:
 
     def close(self) -> None:
         """Let the engines go; they keep serving what they have."""
-        if self._known:
-            self._all(lambda engine: engine.call("disconnect", {"session": self._id}))
-            self._connected = self._known = False
-        for engine in self._engines:
-            engine.close()
-        self._pool.shutdown()
+        self._engines.close(self._id)
+
+    # -- engines that come and go -------------------------------------------------------------------------------------
+
+    def add(self, url: str) -> None:
+        """Take one more engine in. The next `update` connects it and brings it along; `resync` does so at once.
+
+        Args:
+            url: Base URL of the vLLM server.
+
+        Raises:
+            TransactionError: If the session has it already.
+        """
+        self._engines.add(url)
+
+    def remove(self, url: str) -> None:
+        """Let one engine go, dead or alive; it keeps serving what it has and is updated no more.
+
+        Args:
+            url: As it was given.
+
+        Raises:
+            TransactionError: If the session does not have it, or has no other.
+        """
+        self._engines.remove(url, self._id)
+
+    def replace(self, old_url: str, new_url: str) -> None:
+        """Put one engine in the place of another, which may be dead, or be the same address started again.
+
+        Nothing is sent to the new one yet: `resync` or the next `update` does.
+
+        Args:
+            old_url: An engine of the session.
+            new_url: The engine that takes its place.
+
+        Raises:
+            TransactionError: If the session does not have the old one, or has the new one already.
+        """
+        self._engines.replace(old_url, new_url, self._id)
+
+    def resync(self, url: str) -> SyncReport:
+        """Bring one engine, and only that one, to the version that the session serves: after a restart, say.
+
+        The others go on serving. The trainer's buffers must still hold that version as it was staged, which is checked
+        before anything is written: the publisher's version, and its digest against the one that was served. Do it
+        between an update and the next writing of weights. If a newer version is staged already, `update` to that one
+        instead: it takes every engine along, wherever it stands.
+
+        Args:
+            url: An engine of the session.
+
+        Returns:
+            What was done; no bytes where the engine had the version, which is then proved by its live bytes.
+
+        Raises:
+            NotStartedError: If the session has served nothing yet.
+            StaleSourceError: If the publishers hold another version, or are writing.
+            DigestError: If they hold other bytes for this version, or the engine does.
+            SyncError: By name, what else the engine refused.
+        """
+        started, engine, served = time.perf_counter(), self._engines.find(url), self._served
+        if served.version < 0:
+            raise NotStartedError("no version is served yet", where=engine.url, fix="call update()")
+        state = self._connect(engine)
+        if state["torn"] and engine.version == served.version:
+            raise TornEngineError(
+                "an engine's bytes of this version are a mix",
+                where=engine.url,
+                seen=str(state["torn"]),
+                fix="update() to a newer version, which sends all of them",
+            )
+        body = {**self._body(engine, served.version), "expect": served.digest}
+        try:
+            reply = self._standing(engine) if engine.version == served.version else engine.call("update", body)
+        except (EngineError, NotStartedError):
+            engine.connected = False
+            raise
+        engine.version = served.version
+        return self._report(served.version, time.perf_counter() - started, [reply], [engine])
+
+    def _standing(self, engine: EngineClient) -> dict[str, Any]:
+        """Prove that an engine which says that it has the version has its bytes; a report without any moved."""
+        found: dict[str, Any] = {"phases": {}, "digest_mode": self._served.mode, "sum": self._served.digest}
+        if self._served.mode != "full":
+            return found
+        described = [{key: tensor[key] for key in ("name", "dtype", "shape")} for tensor in self._manifest["tensors"]]
+        reply = engine.call("verify", {"tensors": described, "deadline_s": self._deadline})
+        live = str(sum((Digest.parse(text) for text in reply["digests"].values()), Digest()))
+        if live != self._served.digest:
+            raise DigestError(
+                "an engine holds other bytes for this version than those that were served",
+                where=engine.url,
+                seen=live,
+                expected=self._served.digest,
+                fix="send it a newer version",
+            )
+        return found
 
     def __enter__(self) -> SyncSession:
         """Connect."""

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 from vime_sync.aliasing import AliasBinding
 from vime_sync.errors import EmptyUpdateError, from_wire
 from vime_sync.receiver import Receiver
-from vime_sync.vllm_plugin.loader import ALIAS, ATTRIBUTE
+from vime_sync.vllm_plugin.loader import ALIAS, ATTRIBUTE, REFUSED
 
 
 class VllmModel:
@@ -73,6 +73,10 @@ class VllmModel:
     def alias(self) -> AliasBinding | None:
         """What the load format ``vime`` bound, if it did."""
         return getattr(self._model, ALIAS, None)
+
+    def alias_refused(self) -> str:
+        """Why the load format ``vime`` did not bind, if it tried."""
+        return str(getattr(self._model, REFUSED, ""))
 
     def reload(self, names: Iterable[str], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """VLLM's layerwise reload of the modules that own the named tensors; storage stays where it is."""

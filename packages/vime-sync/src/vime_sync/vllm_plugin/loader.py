@@ -36,6 +36,8 @@ from vime_sync.layout import whole
 ATTRIBUTE = "vime_sync_obstacles"
 #: Where the loader leaves the binding of aliased weights on the model.
 ALIAS = "vime_sync_alias"
+#: Where the loader leaves the reason why weights that might have been aliased are not.
+REFUSED = "vime_sync_alias_refused"
 _INNER = {"checkpoint": ("auto", DefaultModelLoader), "dummy": ("dummy", DummyModelLoader)}
 _ALIASED = ("alias", "auto")
 logger = logging.getLogger(__name__)
@@ -83,6 +85,9 @@ class _Unloaded:
 
     def alias(self) -> None:
         return None
+
+    def alias_refused(self) -> str:
+        return ""
 
     def reload(self, names: Iterable[str], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         raise NotImplementedError
@@ -156,10 +161,11 @@ class VimeModelLoader(BaseModelLoader):
 
         try:
             binding = bind(_Unloaded(model), json.loads(self._manifest.read_text()), assign)
-        except AliasError:
+        except AliasError as error:
             if self._kind == "alias":
                 raise
             logger.warning("vime-sync: the weights are not aliased", exc_info=True)
+            setattr(model, REFUSED, str(error))
             return False
         setattr(model, ALIAS, binding)
         return True

@@ -181,13 +181,14 @@ class SyncServer:
             await self._ask("agree", {"session": body.get("session"), "shares": shares}, deadline)
         ignored = set.intersection(*(set(r["plan"]["ignored"]) for r in replies))
         reload = {name: why for r in replies for name, why in r["plan"]["reload"].items()}
+        refused = next((r["plan"]["alias_refused"] for r in replies if r["plan"]["alias_refused"]), "")
         plan = {key: sum(r["plan"][key] for r in replies) for key in ("copies", "bytes", "fills", "constants")}
         return {
             **self._one(replies),
             "mode": replies[0]["mode"],
             "copier": replies[0]["copier"],
             "seconds": max(r["seconds"] for r in replies),
-            "plan": {**plan, "ignored": sorted(ignored), "reload": reload},
+            "plan": {**plan, "ignored": sorted(ignored), "reload": reload, "alias_refused": refused},
         }
 
     async def _stage(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
