@@ -1,0 +1,207 @@
+"""Checks of a configuration against this host: model, data, reward, pipeline, placement, memory, disk.
+
+`vime_grpo.load_config` has checked it against itself; what is left is what only this machine can tell. The checks that
+a run makes anyway are called here, not written again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from vime_devices import Platform, detect_platform
+from vime_grpo import RunConfig
+from vime_grpo.launch import find_pipeline
+from vime_megatron import ModelShape, check_model
+from vime_megatron.memory import MemoryPlan, count_parameters, plan_memory
+from vime_rollout import load_reward, open_data_source
+
+from vime_integration.doctor.devices import DeviceMemory, ask_memory
+from vime_integration.doctor.findings import Check, Status, guarded, size
+from vime_integration.doctor.host import available_memory, shm_free
+from vime_integration.doctor.memory import WIDTHS, PhaseNeed, bundle_bytes, cpu_needs, gpu_needs
+from vime_integration.errors import PlacementError
+
+TIGHT = 0.95  # of a budget: the estimate of activations is not exact
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What the configuration is held against; by default this host.
+
+    Attributes:
+        platform: What it offers.
+        devices: Its visible GPUs.
+        host_bytes: Available host memory.
+        shm_bytes: Free shared memory.
+    """
+
+    platform: Platform
+    devices: tuple[DeviceMemory, ...]
+    host_bytes: int
+    shm_bytes: int
+
+
+def this_machine() -> Machine:
+    """Look at this host."""
+    platform, root = detect_platform(), Path("/")
+    devices = () if platform is Platform.CPU else tuple(ask_memory())
+    return Machine(platform, devices, available_memory(root), shm_free(root))
+
+
+def check_configuration(config: RunConfig, machine: Machine | None = None) -> Iterator[Check]:
+    """Check a configuration.
+
+    Args:
+        config: The resolved configuration.
+        machine: What to hold it against; by default this host.
+    """
+    for name, group in (("model", _model), ("data", _data), ("reward", _reward), ("pipeline", _pipeline)):
+        yield from guarded(f"config.{name}", partial(group, config))
+    yield from guarded("config.run_dir", partial(_run_dir, config))
+    on = machine if machine is not None else this_machine()
+    yield from guarded("config.placement", partial(_placement, config, on))
+    yield from guarded("config.memory", partial(_memory, config, on))
+
+
+def trainer_plan(config: RunConfig) -> MemoryPlan:
+    """Return the trainer's memory on its fullest rank."""
+    from vime_integration.actors.trainer import trainer_config  # late: it imports torch and Megatron
+
+    return plan_memory(trainer_config(config), world_size=config.trainer.world_size)
+
+
+def _model(config: RunConfig) -> Iterator[Check]:
+    folder = config.model.path
+    shape = check_model(folder)
+    weights = sorted(folder.glob("*.safetensors"))
+    stored = sum(file.stat().st_size for file in weights)
+    kind = f"{shape.architecture}, {shape.layers} layers, {shape.experts or 'no'} experts"
+    yield Check(
+        "config.model",
+        Status.OK if weights else Status.FAIL,
+        f"{kind}; {size(stored)} in {len(weights)} safetensors files",
+        "a Hugging Face folder with safetensors",
+        "download the weights, or convert them to safetensors",
+    )
+    has = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    yield Check(
+        "config.tokenizer",
+        Status.OK if has else Status.FAIL,
+        "there" if has else f"none of {', '.join(TOKENIZER_FILES)} in {folder}",
+        "the model's tokenizer",
+        "copy the tokenizer's files into the model's folder",
+    )
+
+
+def _data(config: RunConfig) -> Iterator[Check]:
+    from vime_integration.actors.rollout import data_config  # late: it imports the whole rollout
+
+    # Lengths need the tokenizer, which takes seconds to load: the rollout checks them when it starts.
+    source = open_data_source(dataclasses.replace(data_config(config), max_prompt_tokens=None))
+    yield Check("config.data", Status.OK, f"{config.data.kind} with {len(source)} prompts an epoch")
+
+
+def _reward(config: RunConfig) -> Iterator[Check]:
+    name = config.reward.name or config.reward.path or ""
+    load_reward(name, timeout_s=config.reward.timeout_s, options=config.reward.options).close()
+    yield Check("config.reward", Status.OK, name)
+
+
+def _pipeline(config: RunConfig) -> Iterator[Check]:
+    find_pipeline(config.pipeline.mode)
+    yield Check("config.pipeline", Status.OK, f"{config.pipeline.mode}, {config.pipeline.steps} steps")
+
+
+def _run_dir(config: RunConfig) -> Iterator[Check]:
+    folder = config.pipeline.run_dir
+    root = next(path for path in (folder, *folder.parents) if path.exists())
+    writable = root.is_dir() and os.access(root, os.W_OK | os.X_OK)
+    yield Check(
+        "config.run_dir",
+        Status.OK if writable else Status.FAIL,
+        f"{root} {'can' if writable else 'cannot'} be written to",
+        "a folder of this user",
+        "choose another pipeline.run_dir, or change its owner",
+    )
+    kept = config.checkpoint.keep + 1  # and the one being written
+    needed, free = kept * bundle_bytes(config, check_model(config.model.path)), shutil.disk_usage(root).free
+    yield Check(
+        "config.disk",
+        Status.OK if free >= needed else Status.FAIL,
+        f"{size(free)} free at {root}",
+        f"about {size(needed)}: {config.checkpoint.keep} checkpoints and one being written",
+        "free space, set checkpoint.keep lower, or choose another pipeline.run_dir",
+    )
+
+
+def _placement(config: RunConfig, machine: Machine) -> Iterator[Check]:
+    """Place the run as it will be placed; a mode without a rule of its own is judged by its number of devices."""
+    if machine.platform is Platform.CPU:
+        cores = len(os.sched_getaffinity(0))
+        processes = config.trainer.world_size + config.engine.count * config.engine.tensor_parallel
+        yield Check("config.placement", Status.OK, f"{processes} computing processes share {cores} cores")
+        return
+    ranks, engines = config.trainer.world_size, config.rollout_devices
+    together = config.pipeline.mode == "colocated"
+    needed, there = (max(ranks, engines) if together else ranks + engines), len(machine.devices)
+    split = f"{ranks} for trainer ranks and {engines} for engines, {'shared' if together else 'apart'}"
+    if there < needed:
+        raise PlacementError(
+            "not enough devices",
+            seen=f"{there} visible",
+            expected=f"{needed}: {split}",
+            fix="lower trainer.data_parallel, engine.count or the tensor_parallel sizes, or widen the mask",
+        )
+    yield Check(
+        "config.placement",
+        Status.OK,
+        f"{needed} of {there} devices",
+        split,
+    )
+
+
+def _memory(config: RunConfig, machine: Machine) -> Iterator[Check]:
+    shape, plan = check_model(config.model.path), trainer_plan(config)
+    if machine.platform is Platform.CPU:
+        needs = cpu_needs(config, plan, shape, machine.host_bytes)
+    elif not machine.devices:
+        yield Check(
+            "config.memory",
+            Status.FAIL,
+            "no device can be asked for its memory",
+            "at least one visible GPU",
+            "see the checks of devices",
+        )
+        return
+    else:
+        needs = gpu_needs(config, plan, shape, min(device.total for device in machine.devices))
+    for need in needs:
+        yield _judge(need)
+    yield from _staging(config, shape, machine)
+
+
+def _judge(need: PhaseNeed) -> Check:
+    status = Status.FAIL if not need.fits else Status.WARN if need.total > TIGHT * need.budget else Status.OK
+    label = need.name.replace(" ", "-")
+    return Check(f"config.memory.{label}", status, need.text(), f"at most {size(need.budget)}", need.fix)
+
+
+def _staging(config: RunConfig, shape: ModelShape, machine: Machine) -> Iterator[Check]:
+    """Weights that travel by shared memory need room there; GPU memory handles need none."""
+    on_cpu = machine.platform is Platform.CPU
+    if config.sync.transport != "shm" and not (config.sync.transport == "auto" and on_cpu):
+        return
+    needed = count_parameters(shape) * WIDTHS[config.trainer.dtype] * config.trainer.data_parallel
+    yield Check(
+        "config.shm",
+        Status.OK if machine.shm_bytes > needed else Status.FAIL,
+        f"{size(machine.shm_bytes)} free in /dev/shm",
+        f"more than {size(needed)} of staged weights",
+        "start the container with --ipc=host, or set sync.transport",
+    )

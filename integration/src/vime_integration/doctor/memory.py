@@ -1,0 +1,148 @@
+"""Which phase of a run fits into the memory it will find, before anything is started; whoever does not fit is named.
+
+The trainer's part is vime-megatron's plan: exact for weights, gradients and optimiser, an estimate for activations. The
+engine's part is what vLLM takes: ``engine.gpu_memory_utilization`` of a whole GPU, whatever it needs, so two questions
+are asked of it. Does its share hold its weights, one whole context of KV cache and a reserve? And does the share fit
+beside what the trainer leaves?
+
+On a GPU that trainer and engine share, a phase is the sum of what both hold then (``engine.sleep``, ``trainer.offload``
+and ``sync.mode`` decide that)::
+
+    rollout          the engine's share, and what the trainer keeps (nothing, or weights that the engine runs on)
+    train            the trainer's peak, and what the engine keeps (a sleeping one: its context)
+    update_weights   the trainer's weights and the engine's share
+
+On a CPU every process lives side by side in one memory, so there is one sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vime_grpo import RunConfig
+from vime_megatron import ModelShape
+from vime_megatron.memory import MemoryPlan, count_parameters
+
+GIB = 2**30
+CONTEXT = 1 * GIB  # of a process on a GPU: runtime, kernels, libraries' workspaces. An assumption.
+ENGINE_RESERVE = 2 * GIB  # activations and graphs of an engine beside weights and KV cache. An assumption.
+CPU_PROCESS = 1 * GIB  # resident memory of a Python process that has imported torch and vLLM. An assumption.
+CPU_ENGINE_PROCESSES = 2  # server and, without fast start, engine core
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseNeed:
+    """What one phase wants of one memory.
+
+    Attributes:
+        name: The phase, as the metrics name it.
+        parts: Bytes by owner, in the order of the text.
+        budget: Bytes that there are.
+        fix: What makes it smaller.
+    """
+
+    name: str
+    parts: Mapping[str, int]
+    budget: int
+    fix: str
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the budget holds them."""
+        return self.total <= self.budget
+
+    def text(self) -> str:
+        """Return the parts and their sum, in GiB."""
+        parts = " + ".join(f"{name} {size / GIB:.2f}" for name, size in self.parts.items() if size)
+        return f"{parts} = {self.total / GIB:.2f} GiB"
+
+
+def kv_bytes_per_token(shape: ModelShape, config: RunConfig) -> int:
+    """Return the bytes that one token takes in one rank's KV cache.
+
+    Key and value of every layer; where there are fewer key-value heads than ranks, each rank holds one.
+    """
+    heads = max(1, shape.kv_heads // config.engine.tensor_parallel)
+    return 2 * shape.layers * heads * shape.head_dim * WIDTHS[config.engine.dtype]
+
+
+def engine_weights(shape: ModelShape, config: RunConfig) -> int:
+    """Return the bytes of one engine rank's weights; tensors that are not split are counted as if they were."""
+    return count_parameters(shape) * WIDTHS[config.engine.dtype] // config.engine.tensor_parallel
+
+
+def gpu_needs(config: RunConfig, plan: MemoryPlan, shape: ModelShape, device_bytes: int) -> list[PhaseNeed]:
+    """Return what each phase needs of one GPU.
+
+    Args:
+        config: The run.
+        plan: The trainer's memory on its fullest rank.
+        shape: The model.
+        device_bytes: Memory of the smallest visible GPU.
+    """
+    engine = config.engine
+    share = int(engine.gpu_memory_utilization * device_bytes)
+    weights = engine_weights(shape, config)
+    context = (engine.max_model_len or config.rollout.max_context_tokens) * kv_bytes_per_token(shape, config)
+    inside = {"weights": weights, "one context of KV cache": context, "reserve": ENGINE_RESERVE}
+    needs = [PhaseNeed("engine", inside, share, "raise engine.gpu_memory_utilization or engine.tensor_parallel")]
+    smaller = "raise trainer.tensor_parallel, set trainer.activation_recompute, or lower max_tokens_per_microbatch"
+    if config.pipeline.mode != "colocated":
+        return [*needs, PhaseNeed("train", {"trainer": plan.total}, device_bytes, smaller)]
+    sleeps, offloads = engine.sleep != "off", config.trainer.offload != "off"
+    aliased = config.sync.mode == "alias"
+    state = plan.weights + plan.gradients + plan.optimizer
+    kept = CONTEXT + (plan.weights if aliased else 0 if offloads else state)
+    beside = "lower engine.gpu_memory_utilization, or set trainer.offload and engine.sleep to auto"
+    return [
+        *needs,
+        PhaseNeed("rollout", {"engine's share": share, "trainer keeps": kept}, device_bytes, beside),
+        PhaseNeed(
+            "train",
+            {"trainer": plan.total, "engine keeps": CONTEXT if sleeps else share},
+            device_bytes,
+            smaller if sleeps else beside,
+        ),
+        PhaseNeed(
+            "update_weights",
+            {"trainer's weights": CONTEXT + plan.weights, "engine's share": share},
+            device_bytes,
+            beside,
+        ),
+    ]
+
+
+def cpu_needs(config: RunConfig, plan: MemoryPlan, shape: ModelShape, host_bytes: int) -> list[PhaseNeed]:
+    """Return what a run on a CPU needs of the host's memory; every process is there all the time.
+
+    Args:
+        config: The run.
+        plan: The trainer's memory on its fullest rank.
+        shape: The model.
+        host_bytes: Memory that is available.
+    """
+    ranks, engines = config.trainer.world_size, config.engine.count * config.engine.tensor_parallel
+    trainer = plan.total - plan.reserve
+    engine = engine_weights(shape, config) + int(config.engine.kv_cache_gib * GIB)
+    staged = count_parameters(shape) * WIDTHS[config.trainer.dtype]
+    processes = ranks + engines * CPU_ENGINE_PROCESSES + 2  # driver and rollout
+    parts = {
+        "trainer ranks": ranks * trainer,
+        "engines": engines * engine,
+        "staged weights": staged,
+        f"{processes} processes": processes * CPU_PROCESS,
+    }
+    return [PhaseNeed("all phases", parts, host_bytes, "lower engine.kv_cache_gib or max_tokens_per_microbatch")]
+
+
+def bundle_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Return the bytes of one resume bundle: weights, float32 masters where they differ, and two moments."""
+    each = 12 if config.trainer.dtype == "float32" else 14
+    return count_parameters(shape) * each

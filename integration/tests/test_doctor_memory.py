@@ -1,0 +1,135 @@
+"""A phase that does not fit is named before anything starts, with who takes what."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from integration_support import EXAMPLES, POLICY
+from vime_devices import Platform
+from vime_grpo import RunConfig, load_config
+from vime_integration.doctor import Machine, Status
+from vime_integration.doctor.configuration import check_configuration, trainer_plan
+from vime_integration.doctor.devices import DeviceMemory
+from vime_integration.doctor.memory import PhaseNeed, bundle_bytes, engine_weights, gpu_needs, kv_bytes_per_token
+from vime_megatron import check_model
+
+GIB = 2**30
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+}
+SETTINGS = (
+    "trainer.dtype=bfloat16",
+    "engine.dtype=bfloat16",
+    "trainer.max_tokens_per_microbatch=8192",
+    "rollout.max_response_tokens=4096",
+    "rollout.max_context_tokens=8192",
+)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that is Qwen3-8B to whoever reads its config.json."""
+    folder = tmp_path_factory.mktemp("large") / "model"
+    shutil.copytree(POLICY, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, **QWEN3_8B}))
+    return folder
+
+
+def configured(model: Path, *overrides: str) -> RunConfig:
+    run = model.parent / "run"
+    return load_config(
+        EXAMPLES / "demo_cpu.toml", [f"model.path={model}", f"pipeline.run_dir={run}", *SETTINGS, *overrides]
+    )
+
+
+def on_gpus(config: RunConfig, count: int, gib: int) -> dict[str, tuple[Status, str]]:
+    devices = tuple(DeviceMemory("made up", "sm_90", gib * GIB, gib * GIB) for _ in range(count))
+    there = Machine(Platform.CUDA, devices, 256 * GIB, 64 * GIB)
+    return {check.name: (check.status, check.line()) for check in check_configuration(config, there)}
+
+
+def test_an_eight_billion_model_does_not_train_on_one_gpu_and_the_phase_is_named(large: Path) -> None:
+    found = on_gpus(configured(large), 1, 141)
+    status, line = found["config.memory.train"]
+    assert status is Status.FAIL
+    assert "trainer" in line
+    assert "trainer.tensor_parallel" in line
+    assert found["config.memory.rollout"][0] is not Status.FAIL, "asleep and offloaded, the other phase has room"
+
+
+def test_without_sleep_and_offload_the_same_phases_hold_more(large: Path) -> None:
+    device = 192 * GIB
+    shape = check_model(large)
+    easy, hard = configured(large), configured(large, "engine.sleep=off", "trainer.offload=off")
+    small = {need.name: need for need in gpu_needs(easy, trainer_plan(easy), shape, device)}
+    big = {need.name: need for need in gpu_needs(hard, trainer_plan(hard), shape, device)}
+    assert small["train"].total < big["train"].total
+    assert small["rollout"].total < big["rollout"].total
+    assert small["rollout"].fits
+    assert not big["rollout"].fits
+    aliased = configured(large, "sync.mode=alias")
+    kept = {need.name: need for need in gpu_needs(aliased, trainer_plan(aliased), shape, device)}["rollout"].parts
+    assert kept["trainer keeps"] > trainer_plan(aliased).weights, "the engine runs on the trainer's weights"
+
+
+def test_an_engine_whose_share_cannot_hold_its_model_is_named(large: Path) -> None:
+    found = on_gpus(configured(large, "engine.gpu_memory_utilization=0.1"), 1, 141)
+    assert found["config.memory.engine"][0] is Status.FAIL
+    assert "one context of KV cache" in found["config.memory.engine"][1]
+
+
+def test_too_few_devices_are_counted_by_the_mode(large: Path) -> None:
+    both = configured(large, "engine.count=2", "trainer.data_parallel=2")
+    assert on_gpus(both, 2, 141)["config.placement"][0] is Status.OK
+    assert on_gpus(both, 1, 141)["config.placement"][0] is Status.FAIL
+    apart = configured(large, "engine.count=2", "trainer.data_parallel=2", "pipeline.mode=async")
+    status, line = on_gpus(apart, 3, 141)["config.placement"]
+    assert status is Status.FAIL
+    assert "4" in line
+    assert "config.memory.rollout" not in on_gpus(apart, 4, 141), "disjoint pools share no memory"
+
+
+def test_a_cpu_run_is_one_sum(large: Path) -> None:
+    small = Machine(Platform.CPU, (), 24 * GIB, 8 * GIB)
+    found = {check.name: check for check in check_configuration(configured(large), small)}
+    assert found["config.memory.all-phases"].status is Status.FAIL
+    assert "processes" in found["config.memory.all-phases"].seen
+
+
+def test_no_answer_from_the_devices_is_a_failure_and_not_a_pass(large: Path) -> None:
+    nothing = Machine(Platform.CUDA, (), 24 * GIB, 8 * GIB)
+    found = {check.name: check for check in check_configuration(configured(large), nothing)}
+    assert found["config.memory"].status is Status.FAIL
+
+
+def test_figures_of_a_known_model(large: Path) -> None:
+    shape, config = check_model(large), configured(large)
+    # 2 (key, value) x 36 layers x 8 heads x 128 x 2 bytes
+    assert kv_bytes_per_token(shape, config) == 147456
+    assert engine_weights(shape, config) == pytest.approx(16.38e9, rel=0.01)
+    assert bundle_bytes(config, shape) == pytest.approx(8.19e9 * 14, rel=0.01)
+    halves = configured(large, "engine.tensor_parallel=2")
+    assert kv_bytes_per_token(shape, halves) * 2 == kv_bytes_per_token(shape, config)
+
+
+@given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=5), st.integers(0, 1 << 42))
+def test_a_phase_fits_exactly_up_to_its_budget(sizes: list[int], budget: int) -> None:
+    parts = {f"part {index}": size for index, size in enumerate(sizes)}
+    need = PhaseNeed("x", parts, budget, "")
+    assert need.fits == (sum(sizes) <= budget)
+    assert PhaseNeed("x", parts, need.total, "").fits
+    assert all(f"part {index}" in need.text() for index, size in enumerate(sizes) if size)
