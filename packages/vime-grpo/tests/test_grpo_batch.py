@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vime_grpo.advantages import group_advantages
 from vime_grpo.batch import AGGREGATIONS, BatchRow, TrainSample, build_batch, split_updates, token_weights
+from vime_grpo.correction import CORRECTIONS, LEVELS
 from vime_grpo.errors import BatchError, ConfigError
 from vime_grpo.losses import POLICY_LOSSES, PolicyLoss
 
@@ -67,16 +68,34 @@ def evaluate(
     sample_lists(),
     st.sampled_from(AGGREGATIONS.names()),
     st.sampled_from(POLICY_LOSSES.names()),
+    st.sampled_from(["token", "sequence"]),
+    st.sampled_from(CORRECTIONS.names()),
+    st.sampled_from(LEVELS),
     st.integers(1, 5),
     st.randoms(use_true_random=False),
 )
 def test_any_split_gives_the_same_loss_and_gradient(
-    samples: list[TrainSample], aggregation: str, objective: str, parts: int, rng: random.Random
+    samples: list[TrainSample],
+    aggregation: str,
+    objective: str,
+    ratio_level: str,
+    correction: str,
+    level: str,
+    parts: int,
+    rng: random.Random,
 ) -> None:
     advantages = group_advantages([s.reward for s in samples], [s.group_id for s in samples])
     noise = [torch.tensor([-rng.random() for _ in s.tokens]) for s in samples]
     rows = build_batch(samples, advantages, aggregation=aggregation, horizon=6, old_logprobs=noise, ref_logprobs=noise)
-    loss = PolicyLoss(objective=objective, kl_coef=0.1, entropy_coef=0.01, correction="tis")
+    loss = PolicyLoss(
+        objective=objective,
+        kl_coef=0.1,
+        entropy_coef=0.01,
+        ratio_level=ratio_level,
+        correction=correction,
+        correction_level=level,
+        correction_low=0.4 if correction in ("tis", "icepop") else 0.0,
+    )
     whole = evaluate([rows], loss)
 
     order = list(rows)
@@ -122,7 +141,36 @@ def test_values_stand_at_the_token_they_predict() -> None:
     assert row.fields["advantage"].tolist() == [0, 0, 2, 0, 2]
     assert row.fields["rollout_logprob"].tolist() == pytest.approx([0, 0, -0.1, -0.2, -0.3])
     assert row.fields["old_logprob"].tolist() == [0, 1, 2, 3, 4]
+    assert row.fields["sequence"].tolist() == [1, 1, 1, 1, 1]
     assert "ref_logprob" not in row.fields
+
+
+@given(sample_lists(), st.sampled_from(AGGREGATIONS.names()), st.randoms(use_true_random=False))
+def test_leaving_old_tokens_out_does_not_make_the_others_count_more(
+    samples: list[TrainSample], aggregation: str, rng: random.Random
+) -> None:
+    zeros = [0.0] * len(samples)
+    keep = [[rng.randrange(2) for _ in item.loss_mask] for item in samples]
+    whole = build_batch(samples, zeros, aggregation=aggregation, horizon=6)
+    rest = [
+        a and b for item, kept in zip(samples, keep, strict=True) for a, b in zip(kept, item.loss_mask, strict=True)
+    ]
+    if not any(rest):
+        with pytest.raises(BatchError, match=r"nothing to train on.*every trained token is off policy"):
+            build_batch(samples, zeros, aggregation=aggregation, horizon=6, on_policy=keep)
+        return
+    masked = build_batch(samples, zeros, aggregation=aggregation, horizon=6, on_policy=keep)
+    for item, kept, before, after in zip(samples, keep, whole, masked, strict=True):
+        kept_s = torch.tensor([0] * item.prompt_length + kept)
+        assert torch.equal(after.fields["weight"], before.fields["weight"] * kept_s)
+        assert torch.equal(after.fields["advantage"], before.fields["advantage"])
+
+
+def test_wrong_masks_of_old_tokens_are_named() -> None:
+    item = sample()
+    for mask, text in (([[1, 1]], "2 values.*expected: 3"), ([], "0 samples"), ([[1, 2, 1]], "other values")):
+        with pytest.raises(BatchError, match=f"on_policy.*{text}"):
+            build_batch([item], [1.0], on_policy=mask)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ EVALUATION = [
         (["algorithm.clip_dual=0.5"], r"must be above 1, or 0"),
         (["algorithm.clip_dual=3", "algorithm.policy_loss=cispo"], r"clip_dual needs"),
         (["algorithm.correction_low=2"], r"correction_low \(2.0\) must be below"),
+        (["algorithm.correction=mis", "algorithm.correction_low=0.5"], r'"mis" has no lower bound .* "icepop" drops'),
+        (["algorithm.correction_level=sequence"], r'correction is "none"'),
         (["algorithm.correction=tis", "algorithm.old_logprobs=rollout"], r'needs algorithm.old_logprobs = "recompute"'),
         (["data.apply_chat_template=false", "data.system_prompt=x"], r"data.system_prompt needs"),
         (["data.kind=jsonl"], r"kind 'jsonl' needs data.path"),

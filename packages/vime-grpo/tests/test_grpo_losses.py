@@ -142,10 +142,13 @@ def test_absurd_ratios_give_finite_gradients(advantage: float, logprob: float) -
     assert torch.isfinite(logprobs_t.grad).all()
 
 
-def test_empty_micro_batch_is_zero_and_differentiable() -> None:
+@pytest.mark.parametrize(
+    "loss", [PolicyLoss(), PolicyLoss(ratio_level="sequence", correction="icepop", correction_level="sequence")]
+)
+def test_empty_micro_batch_is_zero_and_differentiable(loss: PolicyLoss) -> None:
     logprobs_t = torch.zeros(0, requires_grad=True)
-    columns = dict.fromkeys(("weight", "advantage", "old_logprob", "rollout_logprob"), torch.zeros(0))
-    value, sums = PolicyLoss()(logprobs_t, torch.zeros(0), columns)
+    columns = dict.fromkeys(("weight", "advantage", "old_logprob", "rollout_logprob", "sequence"), torch.zeros(0))
+    value, sums = loss(logprobs_t, torch.zeros(0), columns)
     value.backward()
     assert value == 0
     assert all(item == 0 for item in sums.values())
@@ -155,12 +158,14 @@ def test_from_config_reads_every_knob() -> None:
     section = AlgorithmSection(
         policy_loss="clip", clip_low=0.1, clip_high=0.3, clip_dual=3.0, kl_coef=0.01, kl_kind="k3",
         kl_target="behaviour", entropy_coef=0.02, correction="icepop", correction_low=0.5, correction_high=5.0,
+        correction_level="geometric", ratio_level="sequence",
     )  # fmt: skip
     loss = PolicyLoss.from_config(section)
     assert loss.bounds == ClipBounds(0.1, 0.3, 3.0)
     assert (loss.kl_coef, loss.kl_kind, loss.kl_target) == (0.01, "k3", "behaviour")
     assert (loss.entropy_coef, loss.old) == (0.02, "recompute")
     assert (loss.correction, loss.correction_low, loss.correction_high) == ("icepop", 0.5, 5.0)
+    assert (loss.correction_level, loss.ratio_level) == ("geometric", "sequence")
     assert PolicyLoss.from_config(section, reuse_current=True).old == "current"
     on_rollout = AlgorithmSection(old_logprobs="rollout")
     assert PolicyLoss.from_config(on_rollout, reuse_current=True).old == "rollout"
@@ -174,3 +179,9 @@ def test_missing_fields_and_wrong_names_are_named() -> None:
         run(PolicyLoss(), columns)
     with pytest.raises(ConfigError, match=r"unknown policy loss 'ppo'"):
         PolicyLoss(objective="ppo")
+    with pytest.raises(ConfigError, match=r"unknown level of a ratio 'turn'; expected: one of token, sequence, geom"):
+        PolicyLoss(correction_level="turn")
+    with pytest.raises(ConfigError, match=r"unknown level of a ratio 'geometric'; expected: one of token, sequence$"):
+        PolicyLoss(ratio_level="geometric")
+    with pytest.raises(BatchError, match=r"lacks the field 'sequence'"):
+        run(PolicyLoss(correction="mis", correction_level="sequence"), fields([1.0], [1.0]))

@@ -17,6 +17,9 @@ sample_mean ``1 / (N T_i)``       every sample counts alike (GRPO, arXiv:2402.03
 token_mean  ``1 / sum_j T_j``     every token counts alike (DAPO, arXiv:2503.14476)
 horizon     ``1 / (N horizon)``   sums over tokens, one constant (Dr. GRPO, arXiv:2503.20783): no reward for length
 =========== ===================== ===================================================================================
+
+Tokens that another policy sampled may be left out (``on_policy``). Their weight is 0, and T_i and N are counted as if
+it were not: leaving tokens out must not make the others count more, or steps would grow as their data gets staler.
 """
 
 from __future__ import annotations
@@ -92,8 +95,8 @@ class BatchRow:
 
     Attributes:
         tokens: Token ids ``[S]``, int64.
-        fields: Per-token values ``[S]``, float32: ``weight``, ``advantage``, ``rollout_logprob`` and, when given,
-            ``old_logprob`` and ``ref_logprob``.
+        fields: Per-token values ``[S]``, float32: ``weight``, ``advantage``, ``rollout_logprob``, ``sequence`` (the
+            row's number in the batch, from 1, at every token) and, when given, ``old_logprob`` and ``ref_logprob``.
     """
 
     tokens: Tensor
@@ -126,6 +129,7 @@ def build_batch(
     horizon: int | None = None,
     old_logprobs: Mapping[int, Tensor] | Sequence[Tensor] | None = None,
     ref_logprobs: Mapping[int, Tensor] | Sequence[Tensor] | None = None,
+    on_policy: Sequence[Sequence[int]] | None = None,
 ) -> list[BatchRow]:
     """Make the global batch of ONE optimiser step.
 
@@ -136,6 +140,8 @@ def build_batch(
         horizon: Longest response in tokens, for the aggregation ``horizon``.
         old_logprobs: The trainer's logprobs before the update, by position in ``samples``, ``[S]`` each.
         ref_logprobs: The reference model's logprobs, likewise.
+        on_policy: By sample, 0 or 1 per response token, length R: tokens of 0 get weight 0, and the others keep
+            theirs. None trains on all of the loss mask.
 
     Returns:
         One row per sample, in order. A sample without trained tokens gives a row of weight 0.
@@ -158,11 +164,22 @@ def build_batch(
             "weight": mask_s * weights_b[position],
             "advantage": (mask_s != 0) * advantages_b[position],
             "rollout_logprob": _full(sample, sample.logprobs),
+            # Whole numbers are exact in float32 up to 2**24, far above the samples of a step.
+            "sequence": torch.full((len(sample.tokens),), float(position + 1)),
         }
+        if on_policy is not None:
+            fields["weight"] = fields["weight"] * _full(sample, _kept(on_policy, position, sample))
         for name, source in (("old_logprob", old_logprobs), ("ref_logprob", ref_logprobs)):
             if source is not None:
                 fields[name] = _given(source, position, sample, name)
         rows.append(BatchRow(torch.tensor(sample.tokens, dtype=torch.int64), fields))
+    if on_policy is not None and not any(bool(row.fields["weight"].any()) for row in rows):
+        raise BatchError(
+            "nothing to train on",
+            seen="every trained token is off policy, and those are masked",
+            fix="turn rollout.mask_off_policy off and correct them (algorithm.correction), or lower "
+            "pipeline.max_weight_lag",
+        )
     return rows
 
 
@@ -250,6 +267,21 @@ def _full(sample: SampleLike, values: Sequence[float]) -> Tensor:
     full_s = torch.zeros(len(sample.tokens), dtype=torch.float32)
     full_s[sample.prompt_length :] = torch.tensor(values, dtype=torch.float32)
     return full_s
+
+
+def _kept(on_policy: Sequence[Sequence[int]], position: int, sample: SampleLike) -> Sequence[int]:
+    where = f"on_policy of sample {position}, group {sample.group_id!r}"
+    if position >= len(on_policy) or len(on_policy[position]) != len(sample.tokens) - sample.prompt_length:
+        seen = f"{len(on_policy[position])} values" if position < len(on_policy) else f"{len(on_policy)} samples"
+        raise BatchError(
+            "on_policy does not match the response",
+            where=where,
+            seen=seen,
+            expected=f"{len(sample.tokens) - sample.prompt_length} values, one per response token",
+        )
+    if not set(on_policy[position]) <= {0, 1}:
+        raise BatchError("on_policy holds other values than 0 and 1", where=where, seen=str(set(on_policy[position])))
+    return on_policy[position]
 
 
 def _given(source: Mapping[int, Tensor] | Sequence[Tensor], position: int, sample: SampleLike, name: str) -> Tensor:

@@ -10,6 +10,9 @@ The objective of a token, to be maximised, with ratio ``r = exp(logprob - old_lo
 * ``clip``: ``min(r A, clip(r, 1 - low, 1 + high) A)``; with ``clip_dual = c`` and ``A < 0`` at least ``c A``;
 * ``cispo``: ``stop_gradient(clip(r, 1 - low, 1 + high)) A logprob``: clipped tokens keep a gradient.
 
+With ``ratio_level = "sequence"`` every token has its sequence's ratio, the exponential of the mean log ratio (GSPO,
+arXiv:2507.18071). Samples that another policy drew are weighted as :mod:`vime_grpo.correction` describes.
+
 Shapes: ``t`` tokens, flat over a micro-batch. Logprobs and entropy in nats.
 """
 
@@ -22,10 +25,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from vime_grpo.correction import CORRECTIONS, mismatch_ratio
+from vime_grpo.correction import CORRECTIONS, Level, check_level, importance_ratio
 from vime_grpo.errors import BatchError
 from vime_grpo.kl import KL_KINDS, LOG_RATIO_CLAMP, kl_penalty
 from vime_grpo.registry import Registry
+from vime_grpo.segments import Segments
 
 if TYPE_CHECKING:
     from vime_grpo.config import AlgorithmSection
@@ -115,7 +119,9 @@ class PolicyLoss:
         old: Denominator of the ratio: ``recompute`` (field ``old_logprob``), ``rollout`` (``rollout_logprob``), or
             ``current`` (the present logprobs without gradient; right for the first update after a rollout only, where
             it equals ``recompute`` and saves a forward pass).
+        ratio_level: Whether the clipped ratio is a token's, or the mean (in the logarithm) of its sequence.
         correction: Name in the registry of corrections.
+        correction_level: Whether the corrected ratio is a token's, its sequence's product, or its geometric mean.
         correction_low: Lower bound of the correction.
         correction_high: Upper bound of the correction.
     """
@@ -127,7 +133,9 @@ class PolicyLoss:
     kl_target: Literal["reference", "behaviour"] = "reference"
     entropy_coef: float = 0.0
     old: Literal["recompute", "rollout", "current"] = "recompute"
+    ratio_level: Literal["token", "sequence"] = "token"
     correction: str = "none"
+    correction_level: Level = "token"
     correction_low: float = 0.0
     correction_high: float = 2.0
 
@@ -140,6 +148,8 @@ class PolicyLoss:
         POLICY_LOSSES.get(self.objective)
         KL_KINDS.get(self.kl_kind)
         CORRECTIONS.get(self.correction)
+        check_level(self.correction_level)
+        check_level(self.ratio_level, ("token", "sequence"))
 
     @classmethod
     def from_config(cls, algorithm: AlgorithmSection, *, reuse_current: bool = False) -> PolicyLoss:
@@ -159,7 +169,9 @@ class PolicyLoss:
             kl_target=algorithm.kl_target,
             entropy_coef=algorithm.entropy_coef,
             old="current" if reuse_current and recompute else algorithm.old_logprobs,
+            ratio_level=algorithm.ratio_level,
             correction=algorithm.correction,
+            correction_level=algorithm.correction_level,
             correction_low=algorithm.correction_low,
             correction_high=algorithm.correction_high,
         )
@@ -172,8 +184,9 @@ class PolicyLoss:
         Args:
             logprobs_t: Logprobs of the tokens ``[t]``, with gradient.
             entropy_t: Entropy of the distribution each token was predicted from ``[t]``.
-            fields: ``weight``, ``advantage``, ``rollout_logprob`` and, as the settings need them, ``old_logprob`` and
-                ``ref_logprob``; ``[t]`` each. Tokens of weight 0 count nowhere, whatever their other values are.
+            fields: ``weight``, ``advantage``, ``rollout_logprob`` and, as the settings need them, ``old_logprob``,
+                ``ref_logprob`` and ``sequence``; ``[t]`` each. Tokens of weight 0 count nowhere, whatever their other
+                values are.
 
         Returns:
             The loss, a scalar, and sums of weighted values by name. ``weight_sum`` is what the others are to be divided
@@ -197,19 +210,15 @@ class PolicyLoss:
         else:
             old_t = rollout_t if self.old == "rollout" else logprobs_t.detach()
 
-        log_ratio_t = (logprobs_t - old_t).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-        pg_t, clipped_t = POLICY_LOSSES.get(self.objective)(logprobs_t, log_ratio_t, advantage_t, self.bounds)
-        values = {"pg_clipfrac": clipped_t, "ppo_kl": old_t - logprobs_t, "entropy_loss": entropy_t}
+        segments = None
+        if self.ratio_level == "sequence" or self.correction_level != "token":
+            segments = Segments.of(_field(fields, "sequence"), weight_t != 0)
+        values = self._policy_term(logprobs_t, old_t, rollout_t, advantage_t, segments)
+        values |= {"ppo_kl": old_t - logprobs_t, "entropy_loss": entropy_t}
         reference_t = logprobs_t if self.old == "rollout" else old_t
         values["train_rollout_logprob_abs_diff"] = (reference_t - rollout_t).abs()
-        if self.correction != "none":
-            ratio_t = mismatch_ratio(old_t, rollout_t)
-            factor_t = CORRECTIONS.get(self.correction)(ratio_t, self.correction_low, self.correction_high)
-            pg_t = pg_t * factor_t
-            values |= {"tis": ratio_t, "tis_clipfrac": factor_t != ratio_t, "tis_abs": (ratio_t - 1).abs()}
-        values["pg_loss"] = pg_t
 
-        loss = (weight_t * pg_t).sum()
+        loss = (weight_t * values["pg_loss"]).sum()
         if self.kl_coef > 0:
             target_t = rollout_t if self.kl_target == "behaviour" else trained(_field(fields, "ref_logprob"))
             values["kl_loss"] = kl_penalty(logprobs_t, target_t, self.kl_kind)
@@ -220,12 +229,35 @@ class PolicyLoss:
         sums["weight_sum"] = weight_t.sum()
         return loss, sums
 
+    def _policy_term(
+        self, logprobs_t: Tensor, old_t: Tensor, rollout_t: Tensor, advantage_t: Tensor, segments: Segments | None
+    ) -> dict[str, Tensor]:
+        """Return the corrected objective as ``pg_loss`` ``[t]``, and what its clip and its correction did."""
+        log_ratio_t = logprobs_t - old_t
+        if segments is not None and self.ratio_level == "sequence":
+            log_ratio_t = segments.mean(log_ratio_t)
+        log_ratio_t = log_ratio_t.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+        pg_t, clipped_t = POLICY_LOSSES.get(self.objective)(logprobs_t, log_ratio_t, advantage_t, self.bounds)
+        if self.correction == "none":
+            return {"pg_loss": pg_t, "pg_clipfrac": clipped_t}
+        ratio_t = importance_ratio(old_t, rollout_t, level=self.correction_level, segments=segments)
+        factor_t = CORRECTIONS.get(self.correction)(ratio_t, self.correction_low, self.correction_high)
+        return {
+            "pg_loss": pg_t * factor_t,
+            "pg_clipfrac": clipped_t,
+            "tis": ratio_t,
+            "tis_abs": (ratio_t - 1).abs(),
+            "tis_clipfrac": factor_t != ratio_t,
+            "tis_maskfrac": factor_t == 0,
+        }
+
 
 def _field(fields: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in fields:
         raise BatchError(
             f"the batch lacks the field {name!r}",
             seen=", ".join(sorted(fields)) or "no fields",
-            fix="hand old_logprobs (ref_logprobs) to build_batch, or change algorithm.old_logprobs (kl_target)",
+            fix="make rows with build_batch and hand it old_logprobs (ref_logprobs), or change algorithm.old_logprobs "
+            "(kl_target)",
         )
     return fields[name]

@@ -17,7 +17,8 @@ train/pg_clipfrac                    share of tokens on which the clip acts
 train/ppo_kl                         mean ``old - new`` logprob: how far the policy moved within the rollout
 train/entropy_loss                   mean entropy, nats
 train/kl_loss                        mean KL penalty, before its coefficient
-train/tis, tis_abs, tis_clipfrac     mean of the trainer / engine ratio, of its distance from 1, share it was cut on
+train/tis, tis_abs                   mean of the correction's ratio trainer / sampler, and of its distance from 1
+train/tis_clipfrac, tis_maskfrac     share of tokens on which the correction acted, and on which it gave 0
 train/train_rollout_logprob_abs_diff mean ``|trainer's logprob - engine's logprob|``, nats
 ==================================== =================================================================================
 

@@ -165,7 +165,8 @@ class RolloutSection(Section):
     )
     mask_off_policy: bool = Field(
         default=False,
-        description="Do not train on tokens of older weights than the sample's newest; they stay in the context.",
+        description="Do not train on tokens that older weights sampled than those in training; they stay in the "
+        "context and in the loss's denominators.",
     )
     max_turns: Count = Field(
         default=1, description="Most turns of the policy in one sample, for generate functions with several turns."

@@ -54,13 +54,25 @@ class AlgorithmSection(Section):
         description="Logprobs in the ratio's denominator: the trainer's before the rollout's first update (recompute; "
         "with one update a rollout these come with the update's own forward pass), or the engine's (rollout).",
     )
-    correction: Literal["none", "tis", "icepop"] = Field(
-        default="none",
-        description="Correction for the difference between trainer and engine: truncated importance sampling (tis), or "
-        'dropping tokens outside the band (icepop). Needs old_logprobs = "recompute".',
+    ratio_level: Literal["token", "sequence"] = Field(
+        default="token",
+        description="Whether the ratio that policy_loss clips is each token's, or its sequence's geometric mean (GSPO; "
+        "the clip bounds are then much smaller).",
     )
-    correction_low: NonNegative = Field(default=0.0, description="Lower bound of the correction's ratio.")
-    correction_high: Positive = Field(default=2.0, description="Upper bound of the correction's ratio.")
+    correction: Literal["none", "decoupled", "tis", "mis", "icepop"] = Field(
+        default="none",
+        description="Weight for samples of another policy than the trainer's, from the ratio trainer / sampler: as it "
+        "is (decoupled PPO), truncated (tis), 0 above correction_high (mis) or 0 outside the band (icepop). Needs "
+        'old_logprobs = "recompute".',
+    )
+    correction_level: Literal["token", "sequence", "geometric"] = Field(
+        default="token",
+        description="The ratio of a token, the product over its sequence, or the product's geometric mean.",
+    )
+    correction_low: NonNegative = Field(default=0.0, description="Lower bound of the correction's ratio (tis, icepop).")
+    correction_high: Positive = Field(
+        default=2.0, description="Upper bound of the correction's ratio (tis, mis, icepop)."
+    )
 
     @model_validator(mode="after")
     def _bounds_are_ordered(self) -> AlgorithmSection:
@@ -74,6 +86,16 @@ class AlgorithmSection(Section):
             raise ValueError(
                 f"algorithm.correction_low ({self.correction_low}) must be below algorithm.correction_high "
                 f"({self.correction_high})"
+            )
+        if self.correction_low > 0 and self.correction in ("mis", "decoupled"):
+            raise ValueError(
+                f'algorithm.correction = "{self.correction}" has no lower bound and algorithm.correction_low is '
+                f'{self.correction_low}; "icepop" drops on both sides'
+            )
+        if self.correction_level != "token" and self.correction == "none":
+            raise ValueError(
+                f'algorithm.correction_level = "{self.correction_level}" says how to correct, and algorithm.correction '
+                'is "none"'
             )
         if self.correction != "none" and self.old_logprobs == "rollout":
             raise ValueError(
