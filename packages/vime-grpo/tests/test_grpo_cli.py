@@ -18,26 +18,25 @@ from vime_grpo.cli import app
 from vime_grpo.config import RunConfig, config_reference, load_config, save_config
 from vime_grpo.errors import ConfigError, LaunchError
 
-Install = Callable[[str, object], None]
+Install = Callable[..., None]
 
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Register pipelines for the length of a test, as installed packages would."""
+    """Register pipelines and commands for the length of a test, as installed packages would."""
     installed: list[importlib.metadata.EntryPoint] = []
 
     def entry_points(group: str) -> list[importlib.metadata.EntryPoint]:
-        assert group == "vime_grpo.pipelines"
-        return installed
+        return [entry for entry in installed if entry.group == group]
 
     monkeypatch.setattr(launch, "entry_points", entry_points)
 
-    def add(name: str, target: object) -> None:
+    def add(name: str, target: object, group: str = "vime_grpo.pipelines") -> None:
         module = type(sys)(f"fake_pipeline_{name}")
         module.run = target  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         value = f"{module.__name__}:run" if target is not None else f"{module.__name__}:missing"
-        installed.append(importlib.metadata.EntryPoint(name, value, "vime_grpo.pipelines"))
+        installed.append(importlib.metadata.EntryPoint(name, value, group))
 
     return add
 
@@ -122,6 +121,44 @@ def test_without_a_pipeline_package_it_says_what_to_install(run_toml: Path, inst
         launch.find_pipeline("colocated")
     with pytest.raises(LaunchError, match=r"'broken' cannot be imported \(fake_pipeline_broken:missing\); seen: Attr"):
         launch.find_pipeline("broken")
+
+
+def test_doctor_checks_the_host_or_a_run(run_toml: Path, install: Install) -> None:
+    calls: list[tuple[RunConfig | None, bool, Path | None]] = []
+
+    def run_doctor(config: RunConfig | None, *, as_json: bool, out: Path | None) -> int:
+        calls.append((config, as_json, out))
+        return 4
+
+    install("doctor", run_doctor, "vime_grpo.commands")
+    assert invoke("doctor").exit_code == 4
+    assert invoke("doctor", run_toml, "--set", "pipeline.steps=9", "--json", "--out", "/d.json").exit_code == 4
+    assert calls == [(None, False, None), (load_config(run_toml, ["pipeline.steps=9"]), True, Path("/d.json"))]
+    for arguments, text in ((["absent.toml"], "does not exist"), (["--set", "a.b=1"], "overrides without a config")):
+        result = invoke("doctor", *arguments)
+        assert result.exit_code == 2
+        assert text in result.stderr
+
+
+def test_accept_hands_over_platform_gpus_and_folder(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int, Path]] = []
+    install("accept", lambda *arguments: calls.append(arguments) or 0, "vime_grpo.commands")
+    monkeypatch.chdir(tmp_path)
+    assert invoke("accept", "--platform", "rocm", "--gpus", "8", "--out", "here").exit_code == 0
+    assert invoke("accept", "--platform", "cpu").exit_code == 0
+    assert calls == [("rocm", 8, tmp_path / "here"), ("cpu", 0, tmp_path / "acceptance")]
+    assert invoke("accept", "--platform", "tpu").exit_code == 2
+    assert invoke("accept").exit_code == 2
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["accept", "--platform", "cuda"]])
+def test_without_their_package_commands_say_what_to_install(install: Install, arguments: list[str]) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 3
+    assert f"no installed package has a command named '{arguments[0]}'" in result.stderr
+    assert "pip install vime-integration" in result.stderr
 
 
 class ForeignError(Exception):

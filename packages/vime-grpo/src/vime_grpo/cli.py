@@ -6,7 +6,7 @@ Exit codes:
 0    the run finished (or the configuration is right, with ``--dry-run``)
 1    an unexpected error, with a traceback: a bug
 2    a wrong command line or configuration
-3    the pipeline is not installed or cannot be imported
+3    the pipeline or command is not installed or cannot be imported
 4    the run failed for a reason that the message explains
 130  interrupted
 ==== ===============================================================================
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -26,9 +27,13 @@ import typer
 
 from vime_grpo.config import RunConfig, config_reference, dump_toml, load_config
 from vime_grpo.errors import ConfigError, LaunchError
-from vime_grpo.launch import find_pipeline
+from vime_grpo.launch import find_accept, find_doctor, find_pipeline
 
 EXIT_CONFIG, EXIT_LAUNCH, EXIT_RUN, EXIT_INTERRUPTED = 2, 3, 4, 130
+
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable.")
+]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="RL post-training of language models with GRPO.")
 
@@ -36,9 +41,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="RL post-trai
 @app.command()
 def train(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="The run's configuration.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable.")
-    ] = None,
+    set_: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
     resume: Annotated[
         Path | None,
@@ -53,6 +56,42 @@ def train(
             return
         code = find_pipeline(resolved.pipeline.mode)(resolved, resume=resume.absolute() if resume else None)
         raise typer.Exit(code)
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG.toml", help="Also check what this run would need.")
+    ] = None,
+    set_: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write that object into a file.")] = None,
+) -> None:
+    """Check this host, its devices and packages, and a configuration, before anything expensive starts."""
+    with _reported():
+        if config is None and set_:
+            raise ConfigError("overrides without a configuration", expected="vime-grpo doctor CONFIG.toml --set ...")
+        resolved = load_config(config, set_ or []) if config is not None else None
+        raise typer.Exit(find_doctor()(resolved, as_json=as_json, out=out.absolute() if out else None))
+
+
+class Platform(StrEnum):
+    """What `accept` can run on."""
+
+    ROCM = "rocm"
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+@app.command()
+def accept(
+    platform: Annotated[Platform, typer.Option(help="What the machine is.")],
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs to use; 0 for all that are visible.")] = 0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the report.")] = Path("acceptance"),
+) -> None:
+    """Run the acceptance checks of a platform and write down what was measured."""
+    with _reported():
+        raise typer.Exit(find_accept()(platform.value, gpus, out.absolute()))
 
 
 @app.command("config-reference")

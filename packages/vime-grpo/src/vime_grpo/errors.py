@@ -51,7 +51,7 @@ class MetricsError(GrpoError):
 
 
 class LaunchError(GrpoError):
-    """The pipeline that the configuration asks for is not installed or cannot be loaded."""
+    """The pipeline or command that was asked for is not installed or cannot be loaded."""
 
 
 def _rebuild(cls: type[GrpoError], what: str, fields: dict[str, str]) -> GrpoError:
