@@ -46,60 +46,126 @@ def alive(pids):
     return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
 
 
-def test_stop_ends_the_whole_tree(tmp_path):
+def grown(tmp_path):
+    """Start ``TREE`` and return it with its members by role."""
     process = start(tmp_path, TREE)
     until(lambda: "up" in process.log_tail())
+    (warden,) = (p.pid for p in psutil.Process(process.pid).children() if "warden.py" in " ".join(p.cmdline()))
+    (command,) = (p.pid for p in psutil.Process(warden).children() if "SIG_IGN" in p.cmdline()[-1])
     members = process.members()
-    assert len(members) == 4
-    assert process.stop() == 128 + signal.SIGKILL
+    assert len(members) == 5
+    return process, {"keeper": process.pid, "warden": warden, "command": command}, members
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_stop_ends_the_whole_tree(tmp_path, forced):
+    process, _, members = grown(tmp_path)
+    assert process.stop(forced=forced) == 128 + signal.SIGKILL
     assert alive(members) == []
     assert process.members() == []
     assert process.stop() == 128 + signal.SIGKILL
 
 
-def test_the_tree_ends_when_its_first_process_is_killed(tmp_path):
-    process = start(tmp_path, TREE)
-    until(lambda: "up" in process.log_tail())
-    members = process.members()
-    (command,) = psutil.Process(process.pid).children()[:1]
-    os.kill(next(c.pid for c in psutil.Process(process.pid).children() if "SIG_IGN" in c.cmdline()[-1]), signal.SIGKILL)
-    assert command.pid in members
-    assert process.wait(10) == 128 + signal.SIGKILL
-    assert alive(members) == []
+def test_a_forced_end_does_not_wait_for_manners(tmp_path):
+    code = """
+        import signal, sys, time
+        from pathlib import Path
+        signal.signal(signal.SIGTERM, lambda *_: (Path("told").touch(), sys.exit(0)))
+        print("up", flush=True)
+        time.sleep(300)
+    """
+    command = [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n" + textwrap.dedent(code)]
+    for forced in (True, False):
+        process = EngineProcess(command, dict(os.environ), tmp_path / f"{forced}.log", grace_s=60.0, name="e")
+        until(lambda process=process: "up" in process.log_tail())
+        assert process.stop(forced=forced) == (128 + signal.SIGKILL if forced else 0)
+        assert (tmp_path / "told").exists() is not forced
+
+
+@pytest.mark.parametrize("victims", [["command"], ["keeper"], ["warden"], ["keeper", "command"], ["warden", "command"]])
+def test_the_tree_ends_when_one_of_its_guards_or_its_command_is_killed(tmp_path, victims):
+    process, roles, members = grown(tmp_path)
+    for victim in victims:
+        os.kill(roles[victim], signal.SIGKILL)
+    until(lambda: alive(members) == [])
+    assert process.wait(15) == 128 + signal.SIGKILL
     process.stop()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_the_tree_ends_with_its_owner(tmp_path, number):
-    owner = f"""
-        import os, sys, time
-        from pathlib import Path
-        from vime_rollout.engine.process import EngineProcess
-        process = EngineProcess([sys.executable, "-c", {TREE!r}], dict(os.environ), Path({str(tmp_path / "log")!r}),
-                                grace_s=0.2, name="e")
-        while "up" not in process.log_tail():
-            time.sleep(0.02)
-        print(*process.members(), flush=True)
-        time.sleep(300)
-    """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(owner)], stdout=subprocess.PIPE, text=True)
+def test_stop_waits_for_the_warden_when_the_keeper_is_gone(tmp_path):
+    process, roles, members = grown(tmp_path)
+    os.kill(roles["keeper"], signal.SIGKILL)
+    assert process.stop() == 128 + signal.SIGKILL
+    assert alive(members) == []
+
+
+def test_a_frozen_command_is_ended_too(tmp_path):
+    process, roles, members = grown(tmp_path)
+    os.kill(roles["command"], signal.SIGSTOP)
+    assert process.stop(forced=True) == 128 + signal.SIGKILL
+    assert alive(members) == []
+
+
+OWNER = """
+    import os, sys, time
+    from pathlib import Path
+    from vime_rollout.engine.process import EngineProcess
+    log = Path(sys.argv[1])
+    process = EngineProcess([sys.executable, "-c", sys.argv[2]], dict(os.environ), log, grace_s=0.2, name="e")
+    while "up" not in process.log_tail():
+        time.sleep(0.02)
+    print(*process.members(), flush=True)
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """A process that owns ``TREE``, and the members of the tree."""
+    command = [sys.executable, "-c", textwrap.dedent(OWNER), str(tmp_path / "log"), TREE]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     members = [int(p) for p in parent.stdout.readline().split()]
-    assert len(alive(members)) == 4
-    parent.send_signal(number)
+    assert len(alive(members)) == 5
+    yield parent, members
+    parent.kill()
     parent.wait(10)
     parent.stdout.close()
     until(lambda: alive(members) == [])
 
 
-def test_the_tree_is_swept_when_the_warden_was_killed(tmp_path):
-    process = start(tmp_path, TREE)
-    until(lambda: "up" in process.log_tail())
-    children = [c.pid for c in psutil.Process(process.pid).children(recursive=True)]
-    same_session = [p for p in children if os.getsid(p) == process.pid]
-    os.kill(process.pid, signal.SIGKILL)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_the_tree_ends_with_its_owner(owner, number):
+    parent, members = owner
+    parent.send_signal(number)
+    parent.wait(10)
+    until(lambda: alive(members) == [])
+
+
+@pytest.mark.parametrize("owner_goes", ["first", "last", "not at all"])
+def test_the_tree_ends_when_the_owner_s_direct_children_are_killed(owner, owner_goes):
+    """As frameworks do that clean up behind their workers; those that left the session are found as well."""
+    parent, members = owner
+    children = psutil.Process(parent.pid).children()
+    assert len(children) == 1
+    if owner_goes == "first":
+        parent.kill()
+    for child in children:
+        child.kill()
+    if owner_goes == "last":
+        parent.kill()
+    until(lambda: alive(members) == [])
+
+
+def test_the_tree_is_swept_when_both_guards_were_killed(tmp_path):
+    process, roles, members = grown(tmp_path)
+    session = [p for p in members if os.getsid(p) == process.pid]
+    for role in ("keeper", "warden"):  # neither may act on the other's end
+        os.kill(roles[role], signal.SIGSTOP)
+    for role in ("keeper", "warden"):
+        os.kill(roles[role], signal.SIGKILL)
     process.stop()
-    until(lambda: alive(same_session) == [])
-    for pid in alive(children):  # those that left the session and lost both parents are beyond reach: end them here
+    until(lambda: alive(session) == [])
+    for pid in alive(members):  # those that left the session and lost both parents are beyond reach: end them here
         os.kill(pid, signal.SIGKILL)
 
 

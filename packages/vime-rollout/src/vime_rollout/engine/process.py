@@ -1,12 +1,13 @@
 """The process tree of one engine, seen from its owner: start, watch, read the log, end.
 
-The tree is started below a *warden* (``warden.py``), which ends it when this process is gone for any reason. What is
-left to do here is the ordinary end, and sweeping up should the warden itself have been killed: the tree shares the
-warden's session, so its members are found by session id.
+The tree is started below a *keeper* and a *warden* (``warden.py``), which end it when this process is gone for any
+reason. What is left to do here is the ordinary end, and sweeping up should both have been killed: the tree shares their
+session, so its members are found by session id.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -32,7 +33,7 @@ _SECONDARY = ("See root cause above", "EngineDeadError", "Engine core initializa
 
 
 class EngineProcess:
-    """One command under a warden, with its output in a log file.
+    """One command under keeper and warden, with its output in a log file.
 
     Args:
         command: What to run.
@@ -53,29 +54,29 @@ class EngineProcess:
         wrapped = [sys.executable, "-P", "-S", str(Path(warden.__file__)), str(grace_s), *command]
         with log_path.open("ab") as log:
             self._log_start = log.tell()
-            self._warden = subprocess.Popen(  # noqa: S603 - the command is the caller's
+            self._keeper = subprocess.Popen(  # noqa: S603 - the command is the caller's
                 wrapped, env=dict(environment), stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
 
     @property
     def pid(self) -> int:
-        """Process id of the warden, which is also the session id of the tree."""
-        return self._warden.pid
+        """Process id of the keeper, which is also the session id of the tree."""
+        return self._keeper.pid
 
     def poll(self) -> int | None:
-        """Return the exit code once the tree has ended, else ``None``."""
-        return self._warden.poll()
+        """Return the exit code once the command has ended, else ``None``."""
+        code = self._keeper.poll()
+        return 128 - code if code is not None and code < 0 else code
 
     def wait(self, deadline_s: float) -> int | None:
         """Wait for the end; return the exit code, or ``None`` when the deadline passed first."""
-        try:
-            return self._warden.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._keeper.wait(deadline_s)
+        return self.poll()
 
     def members(self) -> list[int]:
-        """Return the ids of all living processes of the tree, the warden included."""
-        session = self._warden.pid
+        """Return the ids of all living processes of the tree, keeper and warden included."""
+        session = self._keeper.pid
         alive = []
         for process in psutil.process_iter(["status"]):
             try:
@@ -85,16 +86,23 @@ class EngineProcess:
                 continue
         return sorted({*alive, *warden.descendants(session)})
 
-    def stop(self) -> int:
-        """End the whole tree, politely first, and return the exit code. Safe to call again.
+    def stop(self, *, forced: bool = False) -> int:
+        """End the whole tree, and return the exit code. Safe to call again.
+
+        Args:
+            forced: Kill at once, for a tree that hangs; else it is asked politely first.
 
         Raises:
             EngineError: When a process survives SIGKILL (it hangs in the kernel); names the processes.
         """
-        if self._warden.stdin is not None and not self._warden.stdin.closed:
-            self._warden.stdin.close()  # the warden takes this as its order to end the tree
-        code = self.wait(self._grace_s + 5.0)
-        deadline = time.monotonic() + 10.0
+        if self._keeper.stdin is not None and not self._keeper.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):  # it has ended already
+                if forced:
+                    self._keeper.stdin.write(warden.FORCE)
+                self._keeper.stdin.close()  # the warden takes this as its order to end the tree
+        polite = time.monotonic() + 5.0 + (0.0 if forced else self._grace_s)
+        self.wait(polite - time.monotonic())
+        deadline = polite + 10.0
         while members := self.members():
             if time.monotonic() > deadline:
                 raise EngineError(
@@ -103,14 +111,15 @@ class EngineProcess:
                     seen=f"processes {members}",
                     fix="look at their kernel stacks (/proc/PID/stack); the device driver may hang",
                 )
-            for pid in members:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            self._warden.poll()
+            if time.monotonic() > polite or not any(map(_is_guard, members)):
+                for pid in members:
+                    _kill(pid)
+            self._keeper.poll()
             time.sleep(_POLL_S)
-        return code if code is not None else self._warden.wait(5.0)
+        self._keeper.wait(5.0)
+        code = self.poll()
+        assert code is not None, "it was waited for"
+        return code
 
     def forget_log(self) -> None:
         """Leave out what was logged so far when the end is described: it belongs to a start that succeeded."""
@@ -143,3 +152,16 @@ class EngineProcess:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, end - most))
             return log.read().decode(errors="replace")
+
+
+def _is_guard(pid: int) -> bool:
+    """Tell whether the process is a keeper or a warden, which ends the tree better than anybody else can."""
+    try:
+        return str(Path(warden.__file__)) in psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return False
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

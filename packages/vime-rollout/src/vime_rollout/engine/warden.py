@@ -1,16 +1,24 @@
 """Starts one command and makes sure that nothing of it outlives its owner. Run as a script; standard library only.
 
 An engine is a tree of processes (server, engine core, workers) that may put themselves into sessions of their own, and
-its owner may end in any way, ``kill -9`` included. Three mechanisms make the end certain:
+its owner may end in any way, ``kill -9`` included. What runs this script becomes two processes::
 
-* the owner holds the write end of this process's stdin and never writes; when the owner is gone, however it went, the
-  pipe reads end-of-file (should some fork of the owner keep it open, the change of parent tells the same);
-* this process is a *child subreaper* (prctl(2)): a process of the tree that loses its parent becomes a child of the
-  warden instead of init's, so a walk from here finds the whole tree at any time;
-* the command gets a parent-death signal, in case the warden itself is killed.
+    owner --- keeper --- warden --- command --- ...
 
-The end is polite first (SIGTERM to the command), forced after a grace period (SIGKILL to everything below). The exit
-code is the command's, or 128 + the signal that ended it.
+The *warden* ends the tree; the *keeper* is what the owner sees as its child, and passes the exit code on. They are two
+because of frameworks that kill the direct children of a worker when it ends (Ray does): then the keeper is killed, and
+the warden, which is nobody's direct child, still does its work. These mechanisms make the end certain:
+
+* the owner holds the write end of this script's stdin; when the owner is gone, however it went, the pipe reads
+  end-of-file (should some fork of the owner keep it open, the keeper's change of parent tells the same);
+* the warden ends the tree when the keeper is gone, and the keeper does when the warden is gone;
+* both are *child subreapers* (prctl(2)): a process of the tree that loses its parent becomes a child of the nearest of
+  them instead of init's, so a walk from there finds the whole tree at any time;
+* the command gets a parent-death signal, in case both are killed at one time.
+
+The end is polite first (SIGTERM to the command), forced after a grace period (SIGKILL to everything below). The owner
+orders it by closing the pipe, or the forced end alone by writing ``FORCE`` before. The exit code is the command's, or
+128 + the signal that ended it.
 
 Usage: ``python -P -S warden.py GRACE_SECONDS COMMAND [ARGUMENT ...]``
 """
@@ -24,12 +32,18 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.2
+_KILLED = 128 + signal.SIGKILL
+#: Written to stdin by an owner that wants no polite end.
+FORCE = b"k"
 
 
 def _prctl(option: int, value: int) -> None:
@@ -60,22 +74,49 @@ def descendants(root: int) -> list[int]:
     return found
 
 
+def clear(root: int) -> None:
+    """Kill everything below ``root``, this process, until nothing is left."""
+    while below := descendants(root):
+        for pid in below:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        reap()
+        time.sleep(0.02)
+    reap()
+
+
+def reap() -> dict[int, int]:
+    """Collect all ended children (adopted ones too) and return their exit codes by process id."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        code = os.waitstatus_to_exitcode(status)
+        ended[pid] = code if code >= 0 else 128 - code
+
+
 class Warden:
     """Watches one command; see the module's docstring.
 
     Args:
         command: What to run.
         grace_s: Seconds between SIGTERM and SIGKILL.
+        keeper: Process id of the keeper.
     """
 
-    def __init__(self, command: list[str], grace_s: float) -> None:
+    def __init__(self, command: list[str], grace_s: float, keeper: int) -> None:
         """Become a subreaper and start the command."""
-        self._owner = os.getppid()
+        self._keeper = keeper
         self._grace_s = grace_s
         self._stop = False
         self._code: int | None = None
         signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's affair; it ends us when it wants
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._child = subprocess.Popen(  # noqa: S603 - the command is the owner's
             command,
@@ -87,49 +128,81 @@ class Warden:
         self._stop = True
 
     def run(self) -> int:
-        """Wait for the command or for the owner's end, clear the tree, and return the exit code."""
-        while self._reap() is None and not self._stop and not self._owner_gone():
+        """Wait for the command or for an order to end it, clear the tree, and return the exit code."""
+        while self._look() is None and not self._stop and not self._ordered():
             pass
-        if self._code is None:
+        if self._code is None and self._grace_s > 0:
             self._child.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + self._grace_s
-            while self._reap() is None and time.monotonic() < deadline:
+            while self._look() is None and time.monotonic() < deadline:
                 time.sleep(0.02)
-        self._clear()
-        return self._code if self._code is not None else 128 + signal.SIGKILL
+        clear(os.getpid())
+        return _KILLED if self._code is None else self._code
 
-    def _owner_gone(self) -> bool:
+    def _ordered(self) -> bool:
         readable, _, _ = select.select([0], [], [], _POLL_S)
-        return bool(readable) or os.getppid() != self._owner
+        if readable and os.read(0, 1) == FORCE:
+            self._grace_s = 0.0
+        return bool(readable) or os.getppid() != self._keeper
 
-    def _reap(self) -> int | None:
-        """Collect ended children (adopted ones too) and return the command's exit code once it is known."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return self._code
-            if pid == 0:
-                return self._code
-            if pid == self._child.pid:
-                code = os.waitstatus_to_exitcode(status)
-                self._code = code if code >= 0 else 128 - code
+    def _look(self) -> int | None:
+        self._code = reap().get(self._child.pid, self._code)
+        return self._code
 
-    def _clear(self) -> None:
-        while below := descendants(os.getpid()):
-            for pid in below:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            self._reap()
-            time.sleep(0.02)
-        self._reap()
+
+class Keeper:
+    """The owner's direct child: starts the warden and answers for it; see the module's docstring.
+
+    Args:
+        command: What to run.
+        grace_s: Seconds between SIGTERM and SIGKILL.
+    """
+
+    def __init__(self, command: list[str], grace_s: float) -> None:
+        """Become a subreaper and fork the warden."""
+        self._owner = os.getppid()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's affair; it ends us when it wants
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        keeper = os.getpid()
+        self._warden = os.fork()
+        if self._warden == 0:
+            _exit(lambda: Warden(command, grace_s, keeper).run())
+        signal.signal(signal.SIGTERM, self._pass_on)
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        try:
+            os.kill(self._warden, number)
+        except ProcessLookupError:
+            return
+
+    def run(self) -> int:
+        """Wait for the warden, clear what it left should it have been killed, and return the exit code."""
+        code = None
+        while code is None:
+            code = reap().get(self._warden)
+            if code is None:
+                time.sleep(_POLL_S / 4)
+                if os.getppid() != self._owner:
+                    self._pass_on(signal.SIGTERM, None)
+        clear(os.getpid())
+        return code
+
+
+def _exit(run: Callable[[], int]) -> NoReturn:
+    """End this process with what ``run`` returns, never returning into the code of the process it was forked from."""
+    code = 1
+    try:
+        code = run()
+    except BaseException:  # noqa: BLE001 - the edge of the process
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def main() -> int:
-    """Run the warden for the command in ``sys.argv``."""
-    return Warden(sys.argv[2:], float(sys.argv[1])).run()
+    """Run keeper and warden for the command in ``sys.argv``."""
+    return Keeper(sys.argv[2:], float(sys.argv[1])).run()
 
 
 if __name__ == "__main__":
