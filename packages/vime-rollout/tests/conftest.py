@@ -135,12 +135,15 @@ class FaultyServer:
     """An HTTP server whose next answers are given by the test: (status, body), ``"hang"`` or ``"drop"``.
 
     A queue that is empty answers with a good completion. Faults that a real engine cannot be brought to show at will.
+    With a ``label``, the routes of health and weight version answer as a server's whose weights have it, and only
+    generations take from the queue.
     """
 
     def __init__(self) -> None:
         self.answers: list[Any] = []
         self.requests: list[tuple[str, Any]] = []
         self.peak = 0
+        self.label: str | None = None
         self.delay_s = 0.0
         self._running = 0
         self._lock = threading.Lock()
@@ -167,7 +170,7 @@ class FaultyServer:
         body = json.loads(handler.rfile.read(length)) if length else None
         with self._lock:
             self.requests.append((handler.path.partition("?")[0], body))
-            answer = self.answers.pop(0) if self.answers else (200, completion([7, 8, 1]))
+            answer = self._answer(handler.path, body)
             self._running += 1
             self.peak = max(self.peak, self._running)
         try:
@@ -180,6 +183,17 @@ class FaultyServer:
             with self._lock:
                 self._running -= 1
 
+    def _answer(self, path: str, body: Any) -> Any:
+        if self.label is not None and path == "/update_weight_version":
+            self.label = body["new_version"]
+        if self.label is not None and not path.startswith("/inference"):
+            return (200, {"weight_version": self.label})
+        return self.answers.pop(0) if self.answers else (200, completion([7, 8, 1], version=self.label or "0"))
+
+    def generations(self) -> list[Any]:
+        """Return the bodies of the generations asked for so far."""
+        return [body for path, body in self.requests if path.startswith("/inference")]
+
     def _send(self, handler: BaseHTTPRequestHandler, status: int, body: Any) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         handler.send_response(status)
@@ -188,6 +202,8 @@ class FaultyServer:
         handler.wfile.write(data)
 
     def close(self) -> None:
+        if self._release.is_set():
+            return
         self._release.set()
         self._server.shutdown()
         self._server.server_close()
@@ -200,6 +216,21 @@ def faulty_server() -> Iterator[FaultyServer]:
     server = FaultyServer()
     yield server
     server.close()
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[[int], FaultyServer]]:
+    """Start servers that misbehave on purpose, each with weights of a version."""
+    servers: list[FaultyServer] = []
+
+    def start(version: int) -> FaultyServer:
+        servers.append(FaultyServer())
+        servers[-1].label = str(version)
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
 
 
 @pytest.fixture

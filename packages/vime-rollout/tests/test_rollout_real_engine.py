@@ -1,4 +1,4 @@
-"""The engine on real vLLM: one server for all tests here; a test that kills it has the next one start another."""
+"""The engine on real vLLM: one server for all tests here; a test that kills it has the next one restart it."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ async def holder(tiny_model, tmp_path_factory):
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(holder):
     """A ready engine of version 0 or more."""
-    if holder["engine"] is None or holder["engine"].state is not EngineState.READY:
-        if holder["engine"] is not None:
-            await holder["engine"].stop()
+    if holder["engine"] is None:
         holder["engine"] = VLLMEngine(holder["config"])
         await holder["engine"].start()
+    elif holder["engine"].state is not EngineState.READY:
+        await holder["engine"].restart(initial_version=0)
     return holder["engine"]
 
 
@@ -282,6 +282,40 @@ async def test_a_killed_engine_is_told_with_its_log(engine, victim):
     with pytest.raises(EngineDeadError):
         await engine.health()
     assert not [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_a_hung_engine_is_restarted_under_a_rollout_that_does_not_notice(engine, tiny_model):
+    encoder, reward, version = Encoder(tiny_model), load_reward("exact_match"), engine.version
+    prompts = open_data_source(DataConfig(gym_task="chain_sum", gym_size=4), encoder).next(3)
+    sampling = SamplingParams(max_tokens=64, ignore_eos=True)
+    config = RolloutConfig(samples_per_prompt=2, sampling=sampling, max_context_tokens=CONTEXT)
+    calm = await Rollout(engine, encoder, reward, config).run(prompts, version=version)
+
+    remote = RemoteEngine(engine.url, name="remote")
+    await remote.connect()
+    pool = EnginePool([remote], on_loss="wait")
+    before, pids = engine.url, engine.pids
+    (core,) = [p for p in pids if "EngineCore" in _line(p)]
+    os.kill(core, signal.SIGSTOP)
+    running = asyncio.create_task(Rollout(pool, encoder, reward, config).run(prompts, version=version))
+    while pool.in_flight < 6:
+        await asyncio.sleep(0.01)
+    await pool.lose("remote", EngineTimeoutError("engine hangs"))
+    await engine.restart()
+    assert not [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+    assert engine.url != before
+    assert engine.version == -1
+    with pytest.raises(VersionMismatchError, match="version -1"):
+        await remote.reconnect(engine.url, version=version)
+    async with engine.updating(version):
+        await relabel(engine, version)
+    await remote.reconnect(engine.url, version=version)
+    assert not running.done()
+    pool.readmit("remote")
+    restarted = await running
+    assert [[s.tokens for s in g] for g in restarted] == [[s.tokens for s in g] for g in calm]
+    assert {s.oldest_version for g in restarted for s in g} == {version}
+    await remote.stop()
 
 
 def _line(pid):

@@ -8,6 +8,7 @@ from vime_rollout.buffer import BufferCounts, DataBuffer
 from vime_rollout.data import DataConfig, DataSource, EpochSource, open_data_source
 from vime_rollout.data.rows import RowKeys
 from vime_rollout.engine import (
+    UNSENT_VERSION,
     CpuOptions,
     Engine,
     EngineClient,
@@ -28,6 +29,7 @@ from vime_rollout.sample import Prompt, Sample, SampleGroup, SampleStatus, Timin
 from vime_rollout.tokens import Encoder
 
 __all__ = [
+    "UNSENT_VERSION",
     "BufferCounts",
     "CpuOptions",
     "DataBuffer",

@@ -2,12 +2,13 @@
 
 from vime_rollout.engine.client import EngineClient
 from vime_rollout.engine.config import CpuOptions, EngineConfig
-from vime_rollout.engine.remote import Engine, RemoteEngine
+from vime_rollout.engine.remote import UNSENT_VERSION, Engine, RemoteEngine
 from vime_rollout.engine.request import GenerateRequest, Generation, SamplingParams
 from vime_rollout.engine.state import EngineState
 from vime_rollout.engine.vllm import VLLMEngine
 
 __all__ = [
+    "UNSENT_VERSION",
     "CpuOptions",
     "Engine",
     "EngineClient",

@@ -4,6 +4,9 @@ A generation has no side effect, and with a seed it is a function of its request
 after a lost connection or an HTTP 5xx can neither duplicate nor change a sample. Retries are few, wait longer each
 time, and live inside the request's one deadline. An HTTP 4xx is an answer, not a failure: it is never retried.
 
+When the server is replaced (``move``) or given up (``cut``), what is in flight ends at once with an ``EngineBusyError``
+instead of waiting for an answer that cannot come; ``incarnation`` tells such an end from an ordinary failure.
+
 A client may be used from one event loop after another (each ``asyncio.run`` makes one): connections belong to the loop
 they were opened in, and a new loop gets new ones.
 """
@@ -57,6 +60,7 @@ class EngineClient:
         self.url = url.rstrip("/")
         self.name = name
         self.in_flight = 0
+        self.incarnation = 0
         self.request_deadline_s = request_deadline_s
         self._max_concurrency = max_concurrency
         self._control_deadline_s = control_deadline_s
@@ -65,6 +69,7 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: httpx.AsyncClient | None = None
         self._slots = asyncio.Semaphore(max_concurrency)
+        self._scopes: set[asyncio.Timeout] = set()
 
     def _session(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
@@ -84,6 +89,27 @@ class EngineClient:
             await self._http.aclose()
         self._http = None
 
+    async def cut(self) -> None:
+        """End all generations in flight, waiting ones too, and close the connections of the running loop.
+
+        Each ends with ``EngineBusyError``; none is sent again from here, because the server that had it is gone.
+        """
+        self.incarnation += 1
+        now = asyncio.get_running_loop().time()
+        for scope in self._scopes:
+            if not scope.expired():
+                scope.reschedule(now)
+        await self.close()  # the next call makes new connections and new slots
+
+    async def move(self, url: str) -> None:
+        """Cut what is in flight, and send everything from now on to another address.
+
+        Args:
+            url: Such as ``http://127.0.0.1:8000``.
+        """
+        await self.cut()
+        self.url = url.rstrip("/")
+
     async def generate(self, request: GenerateRequest, *, deadline_s: float | None = None) -> Generation:
         """Generate one response.
 
@@ -98,26 +124,44 @@ class EngineClient:
             EngineBusyError: When the connection or the engine kept failing.
         """
         limit = self.request_deadline_s if deadline_s is None else deadline_s
-        session = self._session()
         headers = {"x-session-id": request.session_id} if request.session_id else {}
+        incarnation = self.incarnation
         attempts = 0
 
         async def send() -> Any:
             nonlocal attempts
             attempts += 1
-            return await self._once(session, "POST", "/inference/v1/generate", json=request.to_wire(), headers=headers)
+            route = "/inference/v1/generate"
+            return await self._once(self._session(), "POST", route, json=request.to_wire(), headers=headers)
 
+        self._session()  # the slots belong to the running loop from here on
         self.in_flight += 1
         try:
             started = time.monotonic()
             async with self._slots:
                 sent = time.monotonic()
-                body = await self.within(limit, self._retrying(send, "generate"), "generate")
+                body = await self._uncut(limit, incarnation, send)
             done = time.monotonic()
         finally:
             self.in_flight -= 1
         generation = parse_generation(body, engine=self.name, max_tokens=request.sampling.max_tokens)
         return replace(generation, queue_s=sent - started, seconds=done - sent, attempts=attempts)
+
+    async def _uncut(self, limit: float, incarnation: int, send: Callable[[], Awaitable[Any]]) -> Any:
+        """Send within the deadline, unless the server is cut off before or meanwhile."""
+        scope = asyncio.timeout(limit)
+        try:
+            if self.incarnation != incarnation:
+                raise self._cut_error()
+            async with scope:
+                self._scopes.add(scope)
+                return await self._retrying(send, "generate", incarnation)
+        except TimeoutError as error:
+            if self.incarnation != incarnation:
+                raise self._cut_error() from error
+            raise self._timeout_error(limit, "generate") from error
+        finally:
+            self._scopes.discard(scope)
 
     async def control(self, method: str, path: str, *, deadline_s: float | None = None, **options: Any) -> Any:
         """Make one control call within the control deadline; it is not retried, because it may have side effects.
@@ -144,19 +188,29 @@ class EngineClient:
             async with asyncio.timeout(limit):
                 return await call
         except TimeoutError as error:
-            raise EngineTimeoutError(
-                f"engine passed the deadline of {what}",
-                where=f"engine {self.name} at {self.url}",
-                seen=f"no answer after {limit:g} s, {self.in_flight} requests in flight",
-                fix="raise the deadline, lower max_tokens or max_concurrency, or look at the engine's log",
-            ) from error
+            raise self._timeout_error(limit, what) from error
 
-    async def _retrying(self, send: Callable[[], Awaitable[Any]], what: str) -> Any:
+    def _timeout_error(self, limit: float, what: str) -> EngineTimeoutError:
+        return EngineTimeoutError(
+            f"engine passed the deadline of {what}",
+            where=f"engine {self.name} at {self.url}",
+            seen=f"no answer after {limit:g} s, {self.in_flight} requests in flight",
+            fix="raise the deadline, lower max_tokens or max_concurrency, or look at the engine's log",
+        )
+
+    def _cut_error(self) -> EngineBusyError:
+        return EngineBusyError(
+            "engine was given up or replaced while a request was in flight",
+            where=f"engine {self.name}",
+            fix="send the request again",
+        )
+
+    async def _retrying(self, send: Callable[[], Awaitable[Any]], what: str, incarnation: int) -> Any:
         for attempt in range(self._retries + 1):
             try:
                 return await send()
             except EngineBusyError as error:
-                if attempt == self._retries or not self._alive():
+                if attempt == self._retries or not self._alive() or self.incarnation != incarnation:
                     error.add_note(f"{what}: {attempt + 1} attempts")
                     raise
                 await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt)

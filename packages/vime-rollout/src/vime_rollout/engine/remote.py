@@ -3,6 +3,12 @@
 Use it for engines that other processes or other people started; they are never killed from here. ``VLLMEngine`` adds
 the process.
 
+Coming back. A server that died or hangs is started again by whoever owns it, perhaps at another address; ``reconnect``
+points the engine there. Requests that were in flight are sent again, whole, with their own seeds: the old server can
+no longer answer, so no sample is made twice, and a response never holds tokens of two servers. A request with a
+version is checked against the version of the server that is there now. ``give_up`` declares the server lost without
+waiting for deadlines: what is in flight ends at once, for a pool to send elsewhere.
+
 Versions. The engine itself stamps every token with the version label of the weights that sampled it. Here the labels
 are integers; a fresh server's label (``"default"``) is replaced when the engine is connected. Every answer is checked
 against the version it was asked from, so a rollout can never hand on tokens of weights that it did not mean.
@@ -28,6 +34,8 @@ from vime_rollout.errors import (
 )
 
 PauseMode = Literal["abort", "wait", "keep"]
+#: Version of weights that belong to no version of a run: a restarted server has it until weights are sent to it.
+UNSENT_VERSION = -1
 _UNLABELLED = "default"
 
 
@@ -103,6 +111,46 @@ class RemoteEngine:
         await self._greet(initial_version)
         self._states.move(EngineState.READY)
 
+    async def reconnect(self, url: str | None = None, *, version: int | None = None) -> None:
+        """Take a server that was started again, from any state; requests wait meanwhile and then go to it.
+
+        Args:
+            url: Its address; ``None``: the one before.
+            version: What its weights must be; ``None`` takes what they are (``UNSENT_VERSION`` where it has no label).
+
+        Raises:
+            VersionMismatchError: When its weights are others; the engine is torn then.
+            EngineError: When it does not answer; the engine is dead then, and ``reconnect`` may be tried again.
+        """
+        self._states.restart()
+        try:
+            await self._client.move(url or self._client.url)
+            await self._greet(UNSENT_VERSION)
+        except BaseException as error:
+            if self.state is EngineState.STARTING:
+                self._states.move(EngineState.DEAD, f"no answer at {self.url} when reconnecting: {error}")
+            raise
+        if version is not None and self._version != version:
+            self._states.move(EngineState.TORN, f"version {self._version} after a restart, expected {version}")
+            raise VersionMismatchError(
+                "restarted engine has other weights than asked for",
+                where=f"engine {self.name} at {self.url}",
+                seen=f"version {self._version}",
+                expected=f"version {version}",
+                fix="send it the weights of that version, then reconnect again",
+            )
+        self._states.move(EngineState.READY)
+
+    async def give_up(self, reason: str) -> None:
+        """Take the server for dead: what is in flight ends at once, and everything is refused until it is replaced.
+
+        Args:
+            reason: Why; told in the errors.
+        """
+        if self.state not in (EngineState.DEAD, EngineState.STOPPED):
+            self._states.move(EngineState.DEAD, reason)
+        await self._client.cut()
+
     async def _greet(self, initial_version: int) -> None:
         await self._client.control("GET", "/health")
         info = await self._client.control("GET", "/weight_info")
@@ -133,13 +181,37 @@ class RemoteEngine:
         Args:
             request: What to generate.
             version: Weights that every token must come from; ``None`` takes any and records them.
-            deadline_s: Seconds to become ready, and then to answer; ``None`` takes the configured deadline.
+            deadline_s: Seconds to become ready, and then to answer; ``None`` takes the configured deadline. Both begin
+                anew when the server is replaced meanwhile.
 
         Raises:
             VersionMismatchError: When the engine has, or a token came from, another version.
             EngineDeadError: When the engine died; with the tail of its log where this process owns it.
             EngineError: See ``EngineClient.generate`` and ``StateMachine.until_ready``.
         """
+        generation: Generation | None = None
+        while generation is None:
+            await self._ready_at(version, deadline_s)
+            incarnation = self._client.incarnation
+            try:
+                generation = await self._client.generate(request, deadline_s=deadline_s)
+            except (EngineBusyError, EngineTimeoutError) as error:
+                if self._client.incarnation == incarnation:
+                    told = await self._diagnose(error)
+                    if self._client.incarnation == incarnation:
+                        raise told from error
+                # The server that had the request was replaced: nothing of it can arrive any more, so it is asked anew.
+        wrong = {span.version for span in generation.versions} - {version}
+        if version is not None and wrong:
+            raise VersionMismatchError(
+                "tokens come from other weights than asked for",
+                where=f"engine {self.name}",
+                seen=str(generation.versions),
+                expected=f"version {version} only",
+            )
+        return generation
+
+    async def _ready_at(self, version: int | None, deadline_s: float | None) -> None:
         if self.state is not EngineState.READY:
             limit = self._client.request_deadline_s if deadline_s is None else deadline_s
             await self._client.within(limit, self._states.until_ready(), "waiting until it is ready")
@@ -151,19 +223,6 @@ class RemoteEngine:
                 expected=f"version {version}",
                 fix="commit the weights to every engine before generating",
             )
-        try:
-            generation = await self._client.generate(request, deadline_s=deadline_s)
-        except (EngineBusyError, EngineTimeoutError) as error:
-            raise await self._diagnose(error) from error
-        wrong = {span.version for span in generation.versions} - {version}
-        if version is not None and wrong:
-            raise VersionMismatchError(
-                "tokens come from other weights than asked for",
-                where=f"engine {self.name}",
-                seen=str(generation.versions),
-                expected=f"version {version} only",
-            )
-        return generation
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop scheduling. ``keep`` freezes running requests, ``wait`` lets them end first, ``abort`` cuts them."""

@@ -6,8 +6,9 @@
                        ready, paused, asleep, torn -> updating -> where it came from (torn and paused: ready)
                        ready <-> asleep
     any -> torn      weights are not known to be whole; only an update mends it
-    any -> dead      the process is gone; final
+    any -> dead      the process is gone; final, but for a restart
     any -> stopped   ended on purpose; final
+    any -> starting  by ``restart`` only: another server takes the place of the one that was there
 
 A request is sent in ``ready`` only. In ``paused`` and ``updating`` it waits, because both end by themselves; in every
 other state it is refused. An illegal move is an error that names both states, so a pipeline that wakes what is not
@@ -124,6 +125,24 @@ class StateMachine:
         self.check(to)
         if to is EngineState.STOPPED and self._state is EngineState.DEAD:
             return  # a dead engine stays dead, so that its reason is not lost
+        self._enter(to, reason)
+
+    def restart(self) -> None:
+        """Go to ``starting`` from any state: a new server, or a new way to one, is on its way.
+
+        Raises:
+            EngineStateError: When it is starting already.
+        """
+        if self._state is EngineState.STARTING:
+            raise EngineStateError(
+                "engine is starting already",
+                where=f"engine {self._name}",
+                seen=str(self._state),
+                expected="one start at a time",
+            )
+        self._enter(EngineState.STARTING, "")
+
+    def _enter(self, to: EngineState, reason: str) -> None:
         self._state = to
         self._reason = reason
         waiters, self._waiters = self._waiters, []
@@ -158,4 +177,4 @@ class StateMachine:
             await waiter
 
     def _refuse_dead(self) -> None:
-        raise EngineDeadError("engine is dead", where=f"engine {self._name}", seen=self._reason, fix="start a new one")
+        raise EngineDeadError("engine is dead", where=f"engine {self._name}", seen=self._reason, fix="restart it")

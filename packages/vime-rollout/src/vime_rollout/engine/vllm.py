@@ -4,6 +4,12 @@ Start: the model folder and the port are checked, the server is started under a 
 it answers, the process ends, or the deadline passes. Readiness is then proven, not assumed: the server must carry this
 engine's name (another server may have taken the port), have an integer weight version, and generate one token with a
 logprob. Every failure on the way ends the process tree and carries the tail of the log.
+
+Restart. ``restart`` works from any state: after a death, a hang, torn weights. The old tree is ended for certain before
+the new one is started (two servers would fight over the devices), without the polite part, for a process that hangs
+does not listen. What the new server holds is what the model folder holds, and that is no version of a running training:
+unless told otherwise it is labelled ``UNSENT_VERSION``, so nothing that asks for a version gets tokens from it before
+weights are sent.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ import psutil
 from vime_rollout.engine.client import EngineClient
 from vime_rollout.engine.config import EngineConfig
 from vime_rollout.engine.process import EngineProcess
-from vime_rollout.engine.remote import RemoteEngine
+from vime_rollout.engine.remote import UNSENT_VERSION, RemoteEngine
 from vime_rollout.engine.state import EngineState
 from vime_rollout.errors import EngineDeadError, EngineError, EngineStartError, EngineTimeoutError
 
@@ -69,12 +75,42 @@ class VLLMEngine(RemoteEngine):
             EngineStartError: When anything stands in the way; the process tree is ended, the log's tail is in the text.
         """
         self._states.move(EngineState.STARTING)
+        await self._launch(self.config.initial_version)
+
+    async def restart(self, *, initial_version: int = UNSENT_VERSION) -> None:
+        """End the process tree, whatever state it is in, and start the server again; see the module's docstring.
+
+        The port is the configured one, or a new free one where that is 0: read ``url`` afterwards. Requests made
+        through this object wait meanwhile and are then sent to the new server.
+
+        Args:
+            initial_version: Label of the weights that the model folder holds.
+
+        Raises:
+            EngineStateError: When it is starting already.
+            EngineError: When a process of the old tree survives SIGKILL.
+            EngineStartError: As for ``start``; the engine is dead then, and may be restarted again.
+        """
+        self._states.restart()
+        old, self._process = self._process, None  # from here on its end is no news to those who diagnose a failure
+        try:
+            await self._client.cut()
+            if old is not None:
+                await asyncio.shield(asyncio.to_thread(old.stop, forced=True))
+        except BaseException as error:
+            self._process = old
+            if self.state is EngineState.STARTING:
+                self._states.move(EngineState.DEAD, f"could not be restarted: {error}")
+            raise
+        await self._launch(initial_version)
+
+    async def _launch(self, initial_version: int) -> None:
         began = time.monotonic()
         try:
             self.config.check_model()
             port = self.config.port or free_port(self.config.host)
             check_port(self.config.host, port, self.name)
-            self._client = self._make_client(port)
+            await self._client.move(f"http://{self.config.host}:{port}")
             self._process = EngineProcess(
                 self.config.command(port),
                 self.config.child_environment(),
@@ -84,10 +120,11 @@ class VLLMEngine(RemoteEngine):
             )
             deadline = began + self.config.start_deadline_s
             await self._until_answering(self._process, deadline)
-            await self._prove(deadline)
+            await self._prove(deadline, initial_version)
         except BaseException as error:
             await self._end_process()
-            self._states.move(EngineState.DEAD, f"did not start: {error}")
+            if self.state is EngineState.STARTING:  # not where its death was seen already, or it was stopped meanwhile
+                self._states.move(EngineState.DEAD, f"did not start: {error}")
             raise
         self._process.forget_log()
         self.start_seconds = time.monotonic() - began
@@ -117,10 +154,10 @@ class VLLMEngine(RemoteEngine):
                 return
             await asyncio.sleep(_POLL_S)
 
-    async def _prove(self, deadline: float) -> None:
+    async def _prove(self, deadline: float, initial_version: int) -> None:
         try:
             await self._check_identity()
-            await self._greet(self.config.initial_version)
+            await self._greet(initial_version)
             # The first generation may compile kernels, so its bound is that of the start.
             await self.probe(max(1.0, deadline - time.monotonic()))
         except EngineStartError:
@@ -188,7 +225,7 @@ class VLLMEngine(RemoteEngine):
         seen = self._process.describe_end(code)
         if self.state not in (EngineState.DEAD, EngineState.STOPPED):
             self._states.move(EngineState.DEAD, seen)
-        return EngineDeadError("engine died", where=f"engine {self.name}", seen=seen, fix="start it again")
+        return EngineDeadError("engine died", where=f"engine {self.name}", seen=seen, fix="restart it")
 
 
 def free_port(host: str) -> int:
