@@ -96,12 +96,12 @@ def test_unreadable_and_unwritable_files_are_named(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's device that is always full")
 def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path / "m.jsonl")
-    writer._file.close()
-    writer._file = Path("/dev/full").open("a")  # noqa: SIM115 - the writer owns it
+    writer.close()
+    writer._file._file = Path("/dev/full").open("a")  # noqa: SIM115 - the writer owns it
     with pytest.raises(MetricsError, match=rf"(?s){os.strerror(errno.ENOSPC)}.*free space on the disk"):
         writer.write(1, {"x": 1.0})
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        writer._file.close()
+        writer.close()
 
 
 def test_numbers_come_back_exactly(tmp_path: Path) -> None:

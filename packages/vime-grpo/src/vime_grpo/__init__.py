@@ -10,8 +10,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vime_grpo.config import RunConfig, load_config, save_config
-from vime_grpo.errors import BatchError, ConfigError, GrpoError, LaunchError, MetricsError
+from vime_grpo.errors import (
+    BatchError,
+    ConfigError,
+    GrpoError,
+    LaunchError,
+    MetricsError,
+    ReportError,
+    TrackerError,
+)
+from vime_grpo.evaluation import evaluation_metrics, pass_at_k
 from vime_grpo.guards import Alarm, Guards, finite_metrics
+from vime_grpo.samples import SampleRecord, SamplesWriter, extremes, read_samples
+from vime_grpo.trackers import Tracker, open_trackers
 from vime_grpo.tracking import MetricsWriter, read_metrics
 
 if TYPE_CHECKING:
@@ -58,18 +69,28 @@ __all__ = [
     "MetricsError",
     "MetricsWriter",
     "PolicyLoss",
+    "ReportError",
     "RunConfig",
     "SampleLike",
+    "SampleRecord",
+    "SamplesWriter",
+    "Tracker",
+    "TrackerError",
     "TrainSample",
     "batch_metrics",
     "build_batch",
     "closing_table",
+    "evaluation_metrics",
+    "extremes",
     "finite_metrics",
     "group_advantages",
     "load_config",
     "make_display",
     "mean_metrics",
+    "open_trackers",
+    "pass_at_k",
     "read_metrics",
+    "read_samples",
     "save_config",
     "split_updates",
     "train_metrics",

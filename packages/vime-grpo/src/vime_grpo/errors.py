@@ -50,6 +50,14 @@ class MetricsError(GrpoError):
     """The metrics file cannot be written or does not fit the step that is to be continued."""
 
 
+class TrackerError(GrpoError):
+    """A tracker (TensorBoard, Weights & Biases) is not installed or cannot begin."""
+
+
+class ReportError(GrpoError):
+    """A run folder cannot be made into a report."""
+
+
 class LaunchError(GrpoError):
     """The pipeline or command that was asked for is not installed or cannot be loaded."""
 

@@ -36,6 +36,11 @@ class EvaluationSection(Section):
     )
     samples_per_prompt: Count = Field(default=1, description="Samples of each prompt.")
     temperature: NonNegative = Field(default=0.0, description="Sampling temperature; 0 takes the likeliest token.")
+    solved_at: float = Field(
+        default=1.0,
+        allow_inf_nan=False,
+        description="Reward from which on a sample counts as solved, for pass@k.",
+    )
     pass_k: PassK = Field(
         default=(1,),
         description="The k of each pass@k that is reported, estimated without bias from samples_per_prompt samples "
