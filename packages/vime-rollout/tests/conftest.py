@@ -173,15 +173,13 @@ class FaultyServer:
             answer = self._answer(handler.path, body)
             self._running += 1
             self.peak = max(self.peak, self._running)
-        try:
-            time.sleep(self.delay_s)
-            if answer == "hang":
-                self._release.wait(30)
-            elif answer != "drop":
-                self._send(handler, *answer)
-        finally:
-            with self._lock:
-                self._running -= 1
+        time.sleep(self.delay_s)
+        if answer == "hang":
+            self._release.wait(300)
+        with self._lock:
+            self._running -= 1  # before the answer leaves: a client that has it may send the next request at once
+        if answer not in ("hang", "drop"):
+            self._send(handler, *answer)
 
     def _answer(self, path: str, body: Any) -> Any:
         if self.label is not None and path == "/update_weight_version":
