@@ -16,6 +16,53 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 POLICY = EXAMPLES / "models" / "tiny-qwen3"
 LAUNCHER = Path(sys.executable).with_name("vime-grpo")
 
+CONFIG = """
+[model]
+path = "@POLICY"
+[data]
+kind = "reasoning_gym"
+task = "chain_sum"
+size = 400
+seed = 3
+task_config = { min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }
+[rollout]
+batch_size = 32
+samples_per_prompt = 8
+max_response_tokens = 8
+max_context_tokens = 96
+[engine]
+dtype = "float32"
+enforce_eager = true
+kv_cache_gib = 0.25
+[reward]
+name = "reasoning_gym"
+[algorithm]
+[trainer]
+dtype = "float32"
+learning_rate = 5e-4
+adam_beta2 = 0.95
+weight_decay = 0.0
+max_tokens_per_microbatch = 4096
+[sync]
+[pipeline]
+steps = @STEPS
+run_dir = "run"
+[guards]
+logprob_difference = 1e-3
+[checkpoint]
+every = @EVERY
+[tracking]
+console = "plain"
+"""
+
+
+def config_file(folder: Path, *, steps: int, save_every: int) -> Path:
+    """Write a configuration that learns fast on a CPU; its run folder is `run` beside it."""
+    path = folder / "run.toml"
+    text = CONFIG.replace("@POLICY", str(POLICY)).replace("@STEPS", str(steps)).replace("@EVERY", str(save_every))
+    path.write_text(text)
+    return path
+
 
 class Launch:
     """One `vime-grpo train` process and what it leaves behind."""
@@ -53,6 +100,13 @@ class Launch:
         while (left := self.processes()) and time.monotonic() < end:
             time.sleep(0.2)
         return [" ".join(process.cmdline())[:120] for process in left if process.is_running()]
+
+    def kill_an_engine(self) -> None:
+        """Kill the server process of one engine, as a fault would: nobody is told."""
+        servers = [p for p in self.processes() if "vllm.entrypoints.openai.api_server" in " ".join(p.cmdline())]
+        assert servers, f"an engine is a process of the run\n{self.text()}"
+        parents = {server.ppid() for server in servers}  # keeper and warden have the server's command in their own
+        next(server for server in servers if server.pid not in parents).kill()
 
     def kill_all(self) -> None:
         for process in self.processes():

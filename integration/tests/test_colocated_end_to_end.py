@@ -9,9 +9,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
-from integration_support import POLICY, Launch, rows, shared_memory
+from integration_support import POLICY, Launch, config_file, rows, shared_memory
 from safetensors.torch import load_file
 from vime_rollout import Encoder
 
@@ -21,54 +20,13 @@ START_S = 240.0
 STEP_S = 60.0
 GONE_S = 45.0
 
-CONFIG = f"""
-[model]
-path = "{POLICY}"
-[data]
-kind = "reasoning_gym"
-task = "chain_sum"
-size = 400
-seed = 3
-task_config = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }}
-[rollout]
-batch_size = 32
-samples_per_prompt = 8
-max_response_tokens = 8
-max_context_tokens = 96
-[engine]
-dtype = "float32"
-enforce_eager = true
-kv_cache_gib = 0.25
-[reward]
-name = "reasoning_gym"
-[algorithm]
-[trainer]
-dtype = "float32"
-learning_rate = 5e-4
-adam_beta2 = 0.95
-weight_decay = 0.0
-max_tokens_per_microbatch = 4096
-[sync]
-[pipeline]
-steps = {STEPS}
-run_dir = "run"
-[guards]
-logprob_difference = 1e-3
-[checkpoint]
-every = {SAVE_EVERY}
-[tracking]
-console = "plain"
-"""
-
 # Wall times and memory differ from run to run; everything else may not. The engine's logprobs depend in their last bits
 # on which requests happened to share a batch; they are only compared with, so rewards, losses and gradients do not.
-VARIES = ("perf/", "_time", "train_rollout_logprob_abs_diff", "rollout_log_probs")
+VARIES = ("perf/", "_time", "train_rollout_logprob_abs_diff", "rollout_log_probs", "proc/", "engine/restarts")
 
 
 def write_config(folder: Path) -> Path:
-    path = folder / "run.toml"
-    path.write_text(CONFIG)
-    return path
+    return config_file(folder, steps=STEPS, save_every=SAVE_EVERY)
 
 
 def comparable(row: dict[str, float]) -> dict[str, float]:
@@ -137,16 +95,30 @@ def test_killed_and_resumed_it_goes_on_as_if_nothing_had_happened(reference: Pat
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_engine_killed_in_mid_run_is_started_again_and_changes_no_number(
+    reference: Path, launch, tmp_path: Path
+) -> None:
+    run: Launch = launch(str(write_config(tmp_path)))
+    run.until_step(tmp_path / "run/metrics.jsonl", 2, START_S)
+    run.kill_an_engine()
+    assert run.wait(START_S + STEPS * STEP_S) == 0, run.text()
+    assert run.until_gone(GONE_S) == []
+    expected, seen = rows(reference / "metrics.jsonl"), rows(tmp_path / "run/metrics.jsonl")
+    assert seen[-1]["engine/restarts"] == 1, run.text()
+    assert [comparable(row) for row in seen] == [comparable(row) for row in expected]
+    assert "engine-0 is started again (1 of 2)" in run.text()
+
+
+@pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_engine_killed_in_mid_run_ends_the_run_with_its_name(launch, tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    run: Launch = launch(str(config), "--set", "pipeline.steps=1000", "--set", "checkpoint.every=1")
+    never = ("--set", "engine.restarts=0")
+    run: Launch = launch(str(config), "--set", "pipeline.steps=1000", "--set", "checkpoint.every=1", *never)
     run.until_step(tmp_path / "run/metrics.jsonl", 2, START_S)
-    servers = [p for p in run.processes() if "vllm.entrypoints.openai.api_server" in " ".join(p.cmdline())]
-    assert servers, "the engine is a process of the run"
-    for server in servers:
-        if server.pid not in {psutil.Process(child).ppid() for child in (p.pid for p in servers)}:
-            server.kill()
+    run.kill_an_engine()
     assert run.wait(90) == 4, run.text()
     text = run.text()
     assert "engine died" in text

@@ -6,7 +6,7 @@ import pytest
 from vime_devices import Platform
 from vime_grpo.config import RunConfig, config_from_dict
 from vime_integration.errors import PlacementError
-from vime_integration.placement import Placement, place_colocated
+from vime_integration.placement import Placement, place
 
 
 def config(*, ranks: int = 1, engines: int = 1, size: int = 1, threads: int = 0) -> RunConfig:
@@ -35,7 +35,7 @@ NODE = {"HIP_VISIBLE_DEVICES": "0,1,2,3", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 
 
 def test_hip_lists_own_devices_first_and_then_the_rest_of_the_node() -> None:
-    placement = place_colocated(config(ranks=4, engines=4), Platform.HIP, NODE)
+    placement = place(config(ranks=4, engines=4), Platform.HIP, NODE)
     orders = ["0,1,2,3", "1,0,2,3", "2,0,1,3", "3,0,1,2"]
     expected = [(f"{role}-{i}", order, (0,)) for role in ("trainer", "engine") for i, order in enumerate(orders)]
     assert masks(placement) == expected
@@ -44,7 +44,7 @@ def test_hip_lists_own_devices_first_and_then_the_rest_of_the_node() -> None:
 
 
 def test_cuda_shows_own_devices_only() -> None:
-    placement = place_colocated(config(ranks=2, engines=2, size=2), Platform.CUDA, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    placement = place(config(ranks=2, engines=2, size=2), Platform.CUDA, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert masks(placement) == [
         ("trainer-0", "4", (0,)),
         ("trainer-1", "5", (0,)),
@@ -54,7 +54,7 @@ def test_cuda_shows_own_devices_only() -> None:
 
 
 def test_a_rocr_mask_of_the_launcher_is_removed_from_its_children() -> None:
-    placement = place_colocated(config(ranks=2, engines=2), Platform.HIP, {"ROCR_VISIBLE_DEVICES": "4,5"})
+    placement = place(config(ranks=2, engines=2), Platform.HIP, {"ROCR_VISIBLE_DEVICES": "4,5"})
     seat = placement.engines[1]
     assert seat.mask == "5,4"
     assert seat.removed == ("ROCR_VISIBLE_DEVICES",)
@@ -62,13 +62,13 @@ def test_a_rocr_mask_of_the_launcher_is_removed_from_its_children() -> None:
 
 def test_too_few_devices_is_said_before_anything_starts() -> None:
     with pytest.raises(PlacementError) as caught:
-        place_colocated(config(ranks=8, engines=2), Platform.CUDA, {"CUDA_VISIBLE_DEVICES": "0,1"})
+        place(config(ranks=8, engines=2), Platform.CUDA, {"CUDA_VISIBLE_DEVICES": "0,1"})
     assert "2 visible" in caught.value.seen
     assert "8 trainer ranks" in caught.value.expected
 
 
 def test_a_cpu_has_threads_instead_of_devices() -> None:
-    placement = place_colocated(config(ranks=2, engines=2, threads=3), Platform.CPU, {"PATH": "/bin"})
+    placement = place(config(ranks=2, engines=2, threads=3), Platform.CPU, {"PATH": "/bin"})
     assert {seat.mask for seat in (*placement.trainers, *placement.engines)} == {""}
     assert {seat.threads for seat in placement.engines} == {3}
     assert all(seat.threads >= 1 for seat in placement.trainers)

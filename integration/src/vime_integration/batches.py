@@ -16,7 +16,7 @@ from vime_grpo import BatchRow, RunConfig, build_batch, group_advantages, split_
 from vime_megatron import TrainSequence
 from vime_rollout import Sample
 
-from vime_integration.errors import PipelineError
+from vime_integration.staleness import ON_POLICY, check_lag, on_policy_field, without_old_tokens
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RolloutBatch:
     """What one rollout hands to the trainer ranks, through Ray's object store.
 
     Attributes:
-        version: The weight version that every token was sampled under.
+        version: The version of the weights that train on it.
         updates: One list of rows an optimiser step.
     """
 
@@ -32,19 +32,22 @@ class RolloutBatch:
     updates: tuple[tuple[BatchRow, ...], ...]
 
 
-def make_batch(samples: Sequence[Sample], config: RunConfig, version: int) -> RolloutBatch:
+def make_batch(samples: Sequence[Sample], config: RunConfig, version: int, *, max_lag: int = 0) -> RolloutBatch:
     """Turn the scored samples of one rollout into the rows of its optimiser steps.
 
     Args:
         samples: Every sample of the rollout, scored, in any order.
         config: The run's configuration.
-        version: The version they were asked from.
+        version: The version of the weights that will train on them.
+        max_lag: How many versions older a token may be.
 
     Raises:
         PipelineError: A sample was made under another version, or is not scored.
         BatchError: The samples cannot make a batch.
     """
-    _check(samples, version)
+    check_lag(samples, version, max_lag)
+    if max_lag and config.rollout.mask_off_policy:
+        samples = [without_old_tokens(sample, version) for sample in samples]
     algorithm = config.algorithm
     groups = [sample.group_id for sample in samples]
     rewards = [float(sample.reward or 0.0) for sample in samples]
@@ -57,6 +60,9 @@ def make_batch(samples: Sequence[Sample], config: RunConfig, version: int) -> Ro
             aggregation=algorithm.loss_aggregation,
             horizon=config.rollout.max_response_tokens,
         )
+        if max_lag:
+            for row, position in zip(rows, positions, strict=True):
+                row.fields[ON_POLICY] = on_policy_field(samples[position], version)
         updates.append(tuple(rows))
     return RolloutBatch(version, tuple(updates))
 
@@ -76,19 +82,3 @@ def sequences_of(rows: Sequence[BatchRow], **more: Mapping[int, Tensor]) -> list
             fields[name] = values[position] if position in values else torch.zeros(len(row.tokens))
         sequences.append(TrainSequence(row.tokens, fields))
     return sequences
-
-
-def _check(samples: Sequence[Sample], version: int) -> None:
-    for sample in samples:
-        where = f"sample {sample.index} of group {sample.group_id}"
-        if sample.reward is None:
-            raise PipelineError("a sample was not scored", where=where, expected="a reward")
-        seen = {span.version for span in sample.versions}
-        if seen - {version}:
-            raise PipelineError(
-                "a sample was made under other weights than it was asked from",
-                where=where,
-                seen=f"version {sorted(seen)}",
-                expected=f"version {version} for every token",
-                fix="this is a fault of the pipeline or of an engine that somebody else updates: report it",
-            )

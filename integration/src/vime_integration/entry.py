@@ -1,5 +1,7 @@
 """The door of the pipelines: ``vime-grpo train`` finds ``run`` through the entry point group ``vime_grpo.pipelines``.
 
+Both modes come in by this door; ``pipeline.mode`` decides which pipeline runs, and everything around it is the same.
+
 Exit codes: 0 when the run finished, 75 (``EX_TEMPFAIL`` of sysexits.h: try again) when SIGTERM ended it after a save,
 so that a scheduler can tell "resume me" from "done". Errors are raised, and the launcher prints them.
 """
@@ -14,15 +16,19 @@ from pathlib import Path
 from types import FrameType
 
 from vime_devices import detect_platform, ray_environment
-from vime_grpo import Display, MetricsWriter, RunConfig, make_display, read_metrics, save_config
+from vime_grpo import MetricsWriter, RunConfig, make_display, read_metrics, save_config
 
+from vime_integration.asynchronous import Asynchronous
 from vime_integration.bundle import Bundle, BundleStore
 from vime_integration.cluster import log_to_file, ray_cluster
 from vime_integration.colocated import Colocated
 from vime_integration.fleet import Fleet
-from vime_integration.placement import place_colocated
+from vime_integration.ledger import Ledger
+from vime_integration.pipeline import Pipeline
+from vime_integration.placement import place
 from vime_integration.plot import plot_reward
 from vime_integration.preflight import check_before_start
+from vime_integration.recording import RunRecorder
 from vime_integration.resume import check_same_run
 from vime_integration.run_folder import RunFolder
 
@@ -58,30 +64,14 @@ class StopRequest:
             signal.signal(signal.SIGTERM, before)
 
 
-class Recorder:
-    """Metrics go to the file first and then to the screen.
-
-    Args:
-        writer: The metrics file.
-        display: The screen.
-    """
-
-    def __init__(self, writer: MetricsWriter, display: Display) -> None:
-        """Keep both."""
-        self._writer = writer
-        self._display = display
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Keep and show the metrics of one finished step."""
-        self._writer.write(step, metrics)
-        self._display.step(step, metrics)
+PIPELINES: dict[str, type[Pipeline]] = {"colocated": Colocated, "async": Asynchronous}
 
 
 def run(config: RunConfig, *, resume: Path | None = None) -> int:
-    """Run the colocated pipeline to its end.
+    """Run a pipeline to its end.
 
     Args:
-        config: The resolved configuration.
+        config: The resolved configuration; ``pipeline.mode`` names the pipeline.
         resume: A run folder to continue, or None for a fresh run.
 
     Returns:
@@ -94,12 +84,14 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
     folder = RunFolder(resume or config.pipeline.run_dir)
     bundle, moved = _open(folder, config, resume)
     log_to_file(folder.logs / "driver.log")
-    placement = place_colocated(config, detect_platform())
+    placement = place(config, detect_platform())
     stop = StopRequest()
+    after = None if bundle is None else bundle.step
     with (
         make_display(config.tracking.console, config.pipeline.steps) as display,
-        MetricsWriter(folder.metrics, resume_step=None if bundle is None else bundle.step) as writer,
+        MetricsWriter(folder.metrics, resume_step=after) as writer,
     ):
+        recorder = RunRecorder(writer, Ledger(folder.prompts, resume_step=after), display)
         if moved is not None:
             display.note(f"moved the earlier run to {moved}")
         display.note(f"run folder {folder.root}")
@@ -110,9 +102,8 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
         actors = len(placement.trainers) + len(placement.engines) + 1
         # Ray takes SIGTERM for itself when it starts, so the run listens after that.
         with ray_cluster(cpus=actors, environment=ray_environment(placement.platform)), stop.listening():
-            pipeline = Colocated(
-                config, Fleet(config, placement, folder), folder, Recorder(writer, display), display.phase, stop
-            )
+            fleet = Fleet(config, placement, folder, display.note)
+            pipeline = PIPELINES[config.pipeline.mode](config, fleet, folder, recorder, display.phase, stop)
             try:
                 pipeline.start(bundle)
                 pipeline.run()

@@ -1,4 +1,4 @@
-"""The actors of a run: started together, watched while they work, stopped in order.
+"""The actors of a run: started together, watched while they work, mended when an engine dies, stopped in order.
 
 Start is parallel, because an engine's start is the longest single wait of a run. Stop is orderly first (engines end
 their process trees, trainers give back shared memory) and forced after its deadline; Ray ends what is left.
@@ -7,9 +7,10 @@ their process trees, trainers give back shared memory) and forced after its dead
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -17,22 +18,22 @@ from ray.exceptions import RayError
 from vime_devices import Platform, VimeError
 from vime_grpo import RunConfig
 from vime_rollout import CpuOptions, EngineConfig
-from vime_sync import engine_arguments, engine_environment
+from vime_sync import SyncReport, SyncSession, engine_arguments, engine_environment, merge_manifests
 
 from vime_integration.actors.engine import EngineActor, EngineAddress
 from vime_integration.actors.rollout import RolloutActor
+from vime_integration.actors.streaming import StreamingRolloutActor
 from vime_integration.actors.trainer import TrainerActor
-from vime_integration.errors import PipelineError
+from vime_integration.mending import GRACE_S, Mending
 from vime_integration.placement import Placement, Seat
 from vime_integration.run_folder import RunFolder
 from vime_integration.wait import fetch, gather
 
 logger = logging.getLogger(__name__)
 
-STOP_DEADLINE_S = 30.0
-HEALTH_EVERY_S = 2.0
-# An engine that computes in its server's own process answers between two of its steps, which can be long on a CPU.
-HEALTH_DEADLINE_S = 150.0
+STOP_DEADLINE_S = 20.0
+# A rank whose peer died waits in a collective that never ends, so it is not waited for at the end of a failed run.
+STOP_TRAINER_S = 5.0
 
 
 class Fleet:
@@ -42,24 +43,35 @@ class Fleet:
         config: The run's configuration.
         placement: Where each process runs.
         run: The run folder, for log files.
+        note: Shows one line to the user.
     """
 
-    def __init__(self, config: RunConfig, placement: Placement, run: RunFolder) -> None:
-        """Create the actors; ``start`` starts what they own."""
+    def __init__(
+        self,
+        config: RunConfig,
+        placement: Placement,
+        run: RunFolder,
+        note: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        """Create nothing yet; ``start`` creates the actors and starts what they own."""
         self._config = config
         self._placement = placement
         self._run = run
+        self._note = note
         self.trainers: dict[str, Any] = {}
         self.engines: dict[str, Any] = {}
-        self.addresses: list[EngineAddress] = []
         self.rollout: Any = None
-        self._watch: EngineWatch | None = None
+        self._mending: Mending | None = None
+        self._pids: dict[str, list[int]] = {}
+        self._restarts_seen = 0
 
-    def start(self) -> list[dict[str, Any]]:
-        """Start everything, in parallel.
+    @property
+    def engine_devices(self) -> int:
+        """Devices that all engines have together; on a CPU, engines times their tensor parallel size."""
+        return self._config.engine.servers * self._config.engine.tensor_parallel
 
-        Returns:
-            The manifest of each trainer rank's weights, in rank order.
+    def start(self) -> None:
+        """Start everything, in parallel, and open the session that updates the engines.
 
         Raises:
             VimeError: Something did not start; by name, with its cause.
@@ -72,17 +84,60 @@ class Fleet:
         for seat in self._placement.engines:
             actor = ray.remote(EngineActor).options(**_options(f"{seat.name}-owner"))
             self.engines[seat.name] = actor.remote(self._engine_config(seat), self._log(f"{seat.name}-owner"))
-        self.rollout = ray.remote(RolloutActor).options(**_options("rollout")).remote(config, self._log("rollout"))
+        rollout = StreamingRolloutActor if config.pipeline.mode == "async" else RolloutActor
+        self.rollout = ray.remote(rollout).options(**_options("rollout")).remote(config, self._log("rollout"))
         rendezvous = f"tcp://127.0.0.1:{_free_port()}"
         tasks = {name: actor.start.remote(rendezvous) for name, actor in self.trainers.items()}
         tasks |= {name: actor.start.remote() for name, actor in self.engines.items()}
         tasks["rollout"] = self.rollout.start.remote()
         deadline = config.engine.start_deadline_s + config.pipeline.ray_start_deadline_s
         answers = gather(tasks, doing="start", deadline_s=deadline)
-        self.addresses = [answers[name] for name in self.engines]
-        gather({"rollout": self.rollout.connect.remote(self.addresses)}, doing="reach the engines", deadline_s=120.0)
-        self._watch = EngineWatch(self.engines)
-        return [answers[name] for name in self.trainers]
+        addresses = {name: answers[name] for name in self.engines}
+        for number, url in enumerate(config.engine.urls):  # somebody else's: used, never started and never stopped
+            addresses[f"external-{number}"] = EngineAddress(f"external-{number}", url, 0.0)
+        reach = self.rollout.connect.remote(list(addresses.values()))
+        gather({"rollout": reach}, doing="reach the engines", deadline_s=120.0)
+        self._read_pids()
+        session = SyncSession(
+            [address.url for address in addresses.values()],
+            merge_manifests([answers[name] for name in self.trainers]),
+            deadline_s=config.sync.deadline_s,
+            mode=config.sync.mode,
+            in_flight="wait" if config.pipeline.update_mode == "drain" else "keep",
+        )
+        self._mending = Mending(config, self.engines, addresses, self.rollout, session, self._note)
+
+    def update_engines(self, version: int) -> SyncReport:
+        """Bring every engine to ``version``, which every trainer rank has staged.
+
+        Raises:
+            SyncError: An engine refused; every engine serves what it served, or says otherwise.
+        """
+        return self._mended().update(version)
+
+    def weights_move(self) -> None:
+        """Note that a training phase begins: the trainer no longer holds what the engines serve."""
+        self._mended().weights_move()
+
+    def counts(self) -> dict[str, float]:
+        """Return ``engine/restarts`` and the versions that the engines say they serve."""
+        return self._mended().counts()
+
+    def pids(self) -> dict[str, list[int]]:
+        """Return the process ids of the run by role; an engine's are its server's whole tree."""
+        if self._mended().restarts != self._restarts_seen:
+            self._restarts_seen = self._mended().restarts
+            self._read_pids()
+        return self._pids | {"driver": [os.getpid()]}
+
+    def _read_pids(self) -> None:
+        actors = {**self.engines, **self.trainers, "rollout": self.rollout}
+        tasks = {name: actor.pids.remote() for name, actor in actors.items()}
+        self._pids = gather(tasks, doing="say which processes they are", deadline_s=60.0)
+
+    def _mended(self) -> Mending:
+        assert self._mending is not None, "start() comes first"
+        return self._mending
 
     def ask_trainers(self, method: str, *arguments: Any, doing: str, deadline_s: float | None = None) -> list[Any]:
         """Call a method on every trainer rank and wait for all.
@@ -98,29 +153,32 @@ class Fleet:
         """
         limit = self._config.trainer.step_deadline_s if deadline_s is None else deadline_s
         tasks = {name: getattr(actor, method).remote(*arguments) for name, actor in self.trainers.items()}
-        return list(gather(tasks, doing=doing, deadline_s=limit, watch=self._watch).values())
+        return list(gather(tasks, doing=doing, deadline_s=limit, watch=self._mending).values())
 
     def ask_rollout(self, method: str, *arguments: Any, doing: str, deadline_s: float) -> Any:
-        """Call a method on the rollout actor and wait.
+        """Call a method on the rollout actor and wait; an engine that dies meanwhile is started again.
 
         When generation fails because an engine died, the error of the engine itself is raised: it has the exit code and
-        the end of the log.
+        the end of the log. The deadline leaves room for the restarts that the configuration allows.
         """
         task = {"rollout": getattr(self.rollout, method).remote(*arguments)}
         try:
-            return gather(task, doing=doing, deadline_s=deadline_s, watch=self._watch)["rollout"]
+            return gather(task, doing=doing, deadline_s=deadline_s + GRACE_S, watch=self._mending)["rollout"]
         except Exception as error:
             raise self._better(error) from error
 
     def stop(self) -> None:
         """End every process, politely first; never raises, says what it had to force."""
-        tasks = {name: actor.stop.remote() for name, actor in {**self.engines, **self.trainers}.items()}
+        if self._mending is not None:
+            self._mending.close()
+        tasks = {name: (actor.stop.remote(), STOP_DEADLINE_S) for name, actor in self.engines.items()}
+        tasks |= {name: (actor.stop.remote(), STOP_TRAINER_S) for name, actor in self.trainers.items()}
         if self.rollout is not None:
-            tasks["rollout"] = self.rollout.stop.remote()
-        end = time.monotonic() + STOP_DEADLINE_S
-        for name, reference in tasks.items():
+            tasks["rollout"] = (self.rollout.stop.remote(), STOP_DEADLINE_S)
+        began = time.monotonic()
+        for name, (reference, limit) in tasks.items():
             try:
-                ray.get(reference, timeout=max(0.1, end - time.monotonic()))
+                ray.get(reference, timeout=max(0.1, began + limit - time.monotonic()))
             except (RayError, TimeoutError, VimeError) as error:
                 logger.warning("%s did not stop by itself: %s", name, str(error).strip().splitlines()[0])
         for actor in (*self.engines.values(), *self.trainers.values(), self.rollout):
@@ -162,45 +220,6 @@ class Fleet:
 
     def _log(self, name: str) -> Any:
         return self._run.logs.absolute() / f"{name}.log"
-
-
-class EngineWatch:
-    """Asks the engines how they are while the driver waits for something else.
-
-    Args:
-        engines: Name -> actor.
-    """
-
-    def __init__(self, engines: Mapping[str, Any]) -> None:
-        """Ask nothing yet."""
-        self._engines = dict(engines)
-        self._asked: dict[str, tuple[Any, float]] = {}
-        self._next = dict.fromkeys(engines, 0.0)
-
-    def __call__(self) -> None:
-        """Look at the answers that are there, and ask again where it is time.
-
-        Raises:
-            EngineError: An engine died or does not answer as one that is well.
-        """
-        now = time.monotonic()
-        for name, actor in self._engines.items():
-            if name not in self._asked:
-                if now >= self._next[name]:
-                    self._asked[name] = (actor.health.remote(), now)
-                continue
-            reference, since = self._asked[name]
-            if ray.wait([reference], timeout=0)[0]:
-                fetch(reference, name=name, doing="say how it is", deadline_s=10.0)
-                del self._asked[name]
-                self._next[name] = now + HEALTH_EVERY_S
-            elif now - since > HEALTH_DEADLINE_S:
-                raise PipelineError(
-                    "an engine's owner does not answer",
-                    where=name,
-                    seen=f"silence for {HEALTH_DEADLINE_S:g} s",
-                    fix=f"see the log of {name}-owner",
-                )
 
 
 def _options(name: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from vime_grpo import mean_metrics, train_metrics
 from vime_sync import SyncReport
 
 from vime_integration.actors.trainer import TrainReport
+from vime_integration.staleness import settle_on_policy
 
 #: Mean absolute difference between trainer's and engine's log-probabilities of the sampled tokens, nats.
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
@@ -30,7 +31,7 @@ def step_metrics(reports: Sequence[TrainReport], sync: SyncReport) -> dict[str, 
     trained = mean_metrics(each)
     # Later updates start from weights that have moved, which is no disagreement with the engine.
     trained[DIFFERENCE] = each[0][DIFFERENCE]
-    return trained | {
+    return settle_on_policy(trained) | {
         "train/step": float(updates[-1].step),
         "perf/actor_train_time": seconds,
         "perf/actor_train_tok_per_s": sum(update.tokens for update in updates) / seconds,

@@ -6,20 +6,25 @@ names are those of the field where it has them.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
 
 
 class Phases:
     """Seconds per phase of one step.
 
     Args:
+        step: Its number, for the log.
         show: Told the name of each phase as it begins.
     """
 
-    def __init__(self, show: Callable[[str], None] = lambda _phase: None) -> None:
+    def __init__(self, step: int, show: Callable[[str], None] = lambda _phase: None) -> None:
         """Start the step's clock."""
+        self._step = step
         self._show = show
         self._started = time.perf_counter()
         self.seconds: dict[str, float] = {}
@@ -32,6 +37,7 @@ class Phases:
             name: What it does: "rollout", "train", "update_weights", ...
         """
         self._show(name.replace("_", " "))
+        logger.info("step %d: %s", self._step, name)
         begun = time.perf_counter()
         try:
             yield

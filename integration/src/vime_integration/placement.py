@@ -1,8 +1,9 @@
 """Which trainer rank and which engine sits on which device, decided before anything starts.
 
 Colocated, trainer ranks and engines share the node's devices: rank ``r`` owns device ``r``, and engine ``e`` of tensor
-parallel size ``t`` owns devices ``e*t .. e*t + t - 1`` of the same list. A CPU has no devices to hand out: processes
-share its cores, so what is placed there is threads.
+parallel size ``t`` owns devices ``e*t .. e*t + t - 1`` of the same list. Asynchronous, the pools are disjoint: the
+engines' devices begin after the trainer's. A CPU has no devices to hand out: processes share its cores, so what is
+placed there is threads.
 
 Masks come from vime-devices and nowhere else. On HIP a process sees its own devices first and then every other device
 of the node, because an IPC handle carries the exporter's ordinal and opening it looks that ordinal up in the importer's
@@ -68,11 +69,11 @@ class Placement:
         return [seat.describe() for seat in (*self.trainers, *self.engines)]
 
 
-def place_colocated(config: RunConfig, platform: Platform, environ: Mapping[str, str] | None = None) -> Placement:
-    """Give every process of a colocated run its seat.
+def place(config: RunConfig, platform: Platform, environ: Mapping[str, str] | None = None) -> Placement:
+    """Give every process of a run its seat.
 
     Args:
-        config: The run's configuration.
+        config: The run's configuration; ``pipeline.mode`` decides whether trainer and engines share devices.
         platform: What the host has.
         environ: The driver's environment; by default this process's.
 
@@ -82,19 +83,19 @@ def place_colocated(config: RunConfig, platform: Platform, environ: Mapping[str,
     """
     environ = os.environ if environ is None else environ
     node = visible_devices(platform, environ)
-    ranks, size = config.trainer.world_size, config.engine.tensor_parallel
-    needed = max(ranks, config.engine.count * size)
+    apart = config.pipeline.mode == "async"
+    ranks, size, count = config.trainer.world_size, config.engine.tensor_parallel, config.engine.count
+    first = ranks if apart else 0  # the first engine's first device
+    needed = first + count * size if apart else max(ranks, count * size)
     if platform is not Platform.CPU and len(node) < needed:
+        how = "on devices of their own" if apart else "sharing devices"
         raise PlacementError(
             "not enough devices",
             seen=f"{len(node)} visible {platform.value} devices ({', '.join(node) or 'none'})",
-            expected=f"{needed}: {ranks} trainer ranks, {config.engine.count} engines of {size}, sharing devices",
+            expected=f"{needed}: {ranks} trainer ranks, {count} engines of {size}, {how}",
             fix="lower trainer.data_parallel, engine.count or the tensor_parallel sizes, or widen the mask",
         )
-    cores = len(os.sched_getaffinity(0))
-    # Phases alternate when trainer and engines share a host, so each side may use all of its cores.
-    trainer_threads = config.trainer.threads or max(1, cores // ranks)
-    engine_threads = config.engine.threads or max(1, cores // (config.engine.count * size))
+    trainer_threads, engine_threads = _threads(config, apart, count)
 
     def seat(name: str, own: Sequence[str], threads: int) -> Seat:
         child = child_environment(platform, own=own, node=node, base=environ)
@@ -102,5 +103,19 @@ def place_colocated(config: RunConfig, platform: Platform, environ: Mapping[str,
         return Seat(name, tuple(own), child.mask, child.local_indices, changed, tuple(child.removed), threads)
 
     trainers = [seat(f"trainer-{rank}", node[rank : rank + 1], trainer_threads) for rank in range(ranks)]
-    engines = [seat(f"engine-{e}", node[e * size : (e + 1) * size], engine_threads) for e in range(config.engine.count)]
+    engines = [
+        seat(f"engine-{e}", node[first + e * size : first + (e + 1) * size], engine_threads) for e in range(count)
+    ]
     return Placement(platform, tuple(trainers), tuple(engines))
+
+
+def _threads(config: RunConfig, apart: bool, count: int) -> tuple[int, int]:
+    """Return the CPU threads of a trainer rank and of an engine.
+
+    Colocated phases alternate, so each side may use every core; apart they work at the same time and share them.
+    """
+    cores = len(os.sched_getaffinity(0))
+    for_each_side = max(1, cores // 2) if apart else cores
+    ranks, workers = config.trainer.world_size, max(1, count * config.engine.tensor_parallel)
+    trainer = config.trainer.threads or max(1, for_each_side // ranks)
+    return trainer, config.engine.threads or max(1, for_each_side // workers)

@@ -14,8 +14,10 @@ from vime_grpo import RunConfig, load_config
 from vime_integration.errors import ResumeError
 from vime_integration.run_folder import RunFolder
 
+FIXED_KEYS = {"pipeline.mode", "pipeline.max_weight_lag"}
 FIXED_SECTIONS = ("model", "data", "rollout", "reward", "algorithm", "trainer")
 FREE_KEYS = {
+    "trainer.offload",
     "rollout.concurrency",
     "rollout.request_deadline_s",
     "rollout.retries",
@@ -35,9 +37,9 @@ def check_same_run(config: RunConfig, run: RunFolder) -> None:
     now = config.model_dump(mode="json")
     changed = [
         f"{name}: {_short(before[section].get(key))} then, {_short(now[section].get(key))} now"
-        for section in FIXED_SECTIONS
+        for section in now
         for key in sorted(before[section].keys() | now[section].keys())
-        if (name := f"{section}.{key}") not in FREE_KEYS and before[section].get(key) != now[section].get(key)
+        if _is_fixed(name := f"{section}.{key}") and before[section].get(key) != now[section].get(key)
     ]
     if changed:
         raise ResumeError(
@@ -47,6 +49,10 @@ def check_same_run(config: RunConfig, run: RunFolder) -> None:
             expected="the same model, data, rollout, reward, algorithm and trainer",
             fix=f"resume with {run.config}, or start a fresh run in another run_dir",
         )
+
+
+def _is_fixed(name: str) -> bool:
+    return name in FIXED_KEYS or (name.partition(".")[0] in FIXED_SECTIONS and name not in FREE_KEYS)
 
 
 def _short(value: Any) -> str:

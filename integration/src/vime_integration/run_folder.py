@@ -5,6 +5,8 @@
     runs/demo/
         config.toml       the resolved configuration
         metrics.jsonl     one object a step
+        prompts.jsonl     what became of every prompt, one object a step
+        samples.jsonl     the best and the worst samples of each step
         reward.png        reward against step
         logs/             one file a process
         checkpoints/      resume bundles (bundle.py)
@@ -37,6 +39,8 @@ class RunFolder:
         self.root = root
         self.config = root / "config.toml"
         self.metrics = root / "metrics.jsonl"
+        self.prompts = root / "prompts.jsonl"
+        self.samples = root / "samples.jsonl"
         self.plot = root / "reward.png"
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"

@@ -52,6 +52,18 @@ class EngineActor:
             EngineStartError: It did not start; with the tail of its log.
         """
         await self._engine.start()
+        return self._address()
+
+    async def restart(self) -> EngineAddress:
+        """End what is left of the server and start another one.
+
+        Raises:
+            EngineStartError: It did not start; with the tail of its log.
+        """
+        await self._engine.restart()
+        return self._address()
+
+    def _address(self) -> EngineAddress:
         logger.info("%s answers at %s after %.1f s", self._engine.name, self._engine.url, self._engine.start_seconds)
         return EngineAddress(self._engine.name, self._engine.url, self._engine.start_seconds)
 

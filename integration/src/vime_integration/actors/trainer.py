@@ -187,6 +187,10 @@ class TrainerActor:
         """Write the policy as a Hugging Face folder; every rank must be asked at the same time."""
         self._ready().export_hf(folder)
 
+    def pids(self) -> list[int]:
+        """Return this process's id."""
+        return [os.getpid()]
+
     def stop(self) -> None:
         """Give back what outlives the process: shared memory and process groups."""
         if self._publisher is not None:

@@ -1,0 +1,37 @@
+"""What each process of a run holds: memory, file descriptors, threads; and the shared-memory segments of all.
+
+A run that leaks ends days later with an error that names something else. So these are metrics of every step: whatever
+grows without end can be seen after an hour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is looked at, nothing is written here
+
+
+def process_gauges(processes: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """Return ``proc/<name>_{rss_mib,fds,threads}``, summed over the processes of each name, and ``proc/shm_segments``.
+
+    Args:
+        processes: Process ids by the name of their role; ids of processes that have ended count nothing.
+    """
+    metrics: dict[str, float] = {}
+    for name, pids in processes.items():
+        totals = [0.0, 0.0, 0.0]
+        for pid in pids:
+            try:
+                process = psutil.Process(pid)
+                with process.oneshot():
+                    seen = (process.memory_info().rss / 2**20, process.num_fds(), process.num_threads())
+            except psutil.Error:
+                continue
+            totals = [total + value for total, value in zip(totals, seen, strict=True)]
+        for kind, total in zip(("rss_mib", "fds", "threads"), totals, strict=True):
+            metrics[f"proc/{name}_{kind}"] = float(total)
+    metrics["proc/shm_segments"] = float(len(list(SHARED_MEMORY.iterdir()))) if SHARED_MEMORY.is_dir() else 0.0
+    return metrics

@@ -1,0 +1,208 @@
+"""Engines that die or hang: noticed, started again, given the present weights, and taken back.
+
+The order is what keeps a wrong sample out. The rollout first learns that the engine is lost, so nothing is sent to the
+new server before it has the weights; the server starts with dummy weights; the session brings it to the version that
+the others serve, with a digest if digests are on; only then does the rollout reach it. Requests that the old server
+took with it are sent again with the same seeds: a request without an answer has left no sample behind.
+
+The served version can only be sent while the trainer still holds it. Between ``weights_move`` (a training phase begins)
+and the end of the next ``update`` it does not, so an engine that comes back then waits for that update.
+
+How often this may happen is a setting (`engine.restarts`). Beyond it the engine's own account of its death ends the
+run: an engine that dies again and again has a cause that no restart mends.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from vime_grpo import RunConfig
+from vime_rollout.errors import EngineError
+from vime_sync import SyncError, SyncReport, SyncSession
+
+from vime_integration.actors.engine import EngineAddress
+from vime_integration.errors import PipelineError
+from vime_integration.wait import fetch
+
+logger = logging.getLogger(__name__)
+
+HEALTH_EVERY_S = 2.0
+# An engine that computes in its server's own process answers between two of its steps, which can be long on a CPU.
+HEALTH_DEADLINE_S = 150.0
+#: Beyond the rollout's own deadline, so that its error, which knows more, comes first.
+GRACE_S = 30.0
+_ROLLOUT = "rollout"
+
+
+class Mending:
+    """Watches the engines while the driver waits, and mends what died.
+
+    Args:
+        config: The run's configuration.
+        engines: Name -> actor.
+        addresses: Name -> where it can be reached.
+        rollout: The rollout's actor.
+        session: Updates the engines; closed with this object.
+        note: Shows one line to the user.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engines: Mapping[str, Any],
+        addresses: Mapping[str, EngineAddress],
+        rollout: Any,
+        session: SyncSession,
+        note: Callable[[str], None],
+    ) -> None:
+        """Ask nothing yet."""
+        self._config = config
+        self._engines, self._addresses = dict(engines), dict(addresses)
+        self._rollout, self._session, self._note = rollout, session, note
+        self._asked: dict[str, tuple[Any, float]] = {}
+        self._next = dict.fromkeys([*engines, _ROLLOUT], 0.0)
+        self._restarts = dict.fromkeys(engines, 0)
+        self._at_rest = False  # whether the trainer's weights are those that the engines serve
+        self._behind: list[str] = []  # started again, and waiting for the next update
+
+    @property
+    def restarts(self) -> int:
+        """Engines that were started again since the run began."""
+        return sum(self._restarts.values())
+
+    def __call__(self) -> None:
+        """Look at the answers that are there, mend what died, and ask again where it is time.
+
+        Raises:
+            EngineError: An engine died once more than may be mended.
+            PipelineError: An engine's owner does not answer.
+        """
+        now = time.monotonic()
+        questions = {name: actor.health for name, actor in self._engines.items()}
+        questions[_ROLLOUT] = self._rollout.lost
+        for name, question in questions.items():
+            if name not in self._asked:
+                if now >= self._next[name]:
+                    self._asked[name] = (question.remote(), now)
+                continue
+            reference, since = self._asked[name]
+            if ray.wait([reference], timeout=0)[0]:
+                del self._asked[name]
+                self._next[name] = now + HEALTH_EVERY_S
+                self._heard(name, reference)
+            elif now - since > HEALTH_DEADLINE_S:
+                raise PipelineError(
+                    "a process of the run does not answer",
+                    where=name,
+                    seen=f"silence for {HEALTH_DEADLINE_S:g} s",
+                    fix=f"see the log files of {name} in the run folder",
+                )
+
+    def update(self, version: int) -> SyncReport:
+        """Bring every engine to ``version``; engines that died are mended and brought there too.
+
+        Raises:
+            SyncError: An engine that lives refused.
+            EngineError: An engine died once more than may be mended.
+        """
+        began = time.perf_counter()
+        try:
+            report = self._session.update(version)
+        except SyncError as error:
+            dead = {name: told for name in self._engines if (told := self._account_of(name)) is not None}
+            if not dead:
+                raise
+            logger.warning("the update to version %d met dead engines: %s", version, error)
+            for name, told in dead.items():
+                self._restart(name, told)
+            report = self._again(version)
+        self._at_rest = True
+        for name in self._behind:
+            self._take_back(name)
+        self._behind.clear()
+        logger.info("version %d on every engine after %.3f s", version, time.perf_counter() - began)
+        return report
+
+    def weights_move(self) -> None:
+        """Note that the trainer's weights are about to change: no engine can be given the served version any more."""
+        self._at_rest = False
+
+    def _again(self, version: int) -> SyncReport:
+        """Repeat an update that met dead engines, which are there again; the others may have committed already."""
+        states = dict(zip(self._session.urls, self._session.versions(), strict=True))
+        if version not in states.values():
+            return self._session.update(version)
+        reports = [self._session.resync(url) for url, served in states.items() if served != version]
+        return reports[-1]
+
+    def counts(self) -> dict[str, float]:
+        """Return ``engine/restarts``, and ``sync/engine_version/{min,max}`` as the engines themselves say."""
+        versions = self._session.versions()
+        return {
+            "engine/restarts": float(self.restarts),
+            "sync/engine_version/min": float(min(versions)),
+            "sync/engine_version/max": float(max(versions)),
+        }
+
+    def close(self) -> None:
+        """Let the engines go."""
+        self._session.close()
+
+    def _heard(self, name: str, reference: Any) -> None:
+        if name == _ROLLOUT:
+            lost: dict[str, str] = fetch(reference, name=name, doing="say which engines it lost", deadline_s=10.0)
+            for engine, reason in lost.items():
+                self._mend(engine, EngineError("engine was lost by the rollout", where=engine, seen=reason))
+            return
+        try:
+            fetch(reference, name=name, doing="say how it is", deadline_s=10.0)
+        except EngineError as error:
+            self._mend(name, error)
+
+    def _account_of(self, name: str) -> EngineError | None:
+        """Return an engine's own account of its death, or None when it is well."""
+        question = self._engines[name].health.remote()
+        try:
+            fetch(question, name=name, doing="say how it is", deadline_s=HEALTH_DEADLINE_S)
+        except EngineError as error:
+            return error
+        return None
+
+    def _mend(self, name: str, error: EngineError) -> None:
+        if name in self._behind or name not in self._engines:
+            if name in self._engines:
+                return
+            raise error  # somebody else's engine: not ours to start
+        self._restart(name, error)
+        if self._at_rest:
+            self._session.resync(self._addresses[name].url)
+            self._behind.remove(name)
+            self._take_back(name)
+
+    def _restart(self, name: str, error: EngineError) -> None:
+        if self._restarts[name] >= self._config.engine.restarts:
+            if self._restarts[name]:
+                error.add_note(f"{name} was started again {self._restarts[name]} times before (engine.restarts)")
+            raise error
+        self._restarts[name] += 1
+        first_line = str(error).strip().splitlines()[0]
+        logger.error("%s is started again: %s", name, error)
+        self._note(f"{name} is started again ({self._restarts[name]} of {self._config.engine.restarts}): {first_line}")
+        began = time.monotonic()
+        fetch(self._rollout.engine_lost.remote(name), name=_ROLLOUT, doing="let go of an engine", deadline_s=60.0)
+        limit = self._config.engine.start_deadline_s + GRACE_S
+        start = self._engines[name].restart.remote()
+        address: EngineAddress = fetch(start, name=name, doing="start again", deadline_s=limit)
+        self._session.replace(self._addresses[name].url, address.url)
+        self._addresses[name] = address
+        self._behind.append(name)
+        self._asked.clear()
+        logger.info("%s serves again at %s after %.1f s", name, address.url, time.monotonic() - began)
+
+    def _take_back(self, name: str) -> None:
+        back = self._rollout.engine_back.remote(self._addresses[name])
+        fetch(back, name=_ROLLOUT, doing="take an engine back", deadline_s=60.0)

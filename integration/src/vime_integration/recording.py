@@ -1,0 +1,38 @@
+"""The record of a run: what is kept of each step, and in which order.
+
+The metrics file comes first, because a resume counts on it; what else is written can be made again from a replay of the
+step, or lost with it. Nothing here holds a step back: what is shown is shown after it is kept.
+"""
+
+from __future__ import annotations
+
+from vime_grpo import Display, MetricsWriter
+
+from vime_integration.actors.rollout import RolloutReport
+from vime_integration.ledger import Ledger
+
+
+class RunRecorder:
+    """Keeps and shows finished steps.
+
+    Args:
+        writer: The metrics file.
+        ledger: The ledger of prompts.
+        display: The screen.
+    """
+
+    def __init__(self, writer: MetricsWriter, ledger: Ledger, display: Display) -> None:
+        """Keep the parts; their owner closes them."""
+        self._writer = writer
+        self._ledger = ledger
+        self._display = display
+
+    def log(self, step: int, metrics: dict[str, float], rollout: RolloutReport) -> None:
+        """Keep and show one finished step."""
+        self._writer.write(step, metrics)
+        self._ledger.write(step, rollout.ledger)
+        self._display.step(step, metrics)
+
+    def note(self, text: str) -> None:
+        """Show one line."""
+        self._display.note(text)
