@@ -5,6 +5,7 @@ output head tied to it, stacked experts, a constant buffer. It says exactly whic
 Workers may live in the server's process or each in its own, so that one can be killed.
 """
 
+import asyncio
 import hashlib
 import socket
 import threading
@@ -17,6 +18,7 @@ from fastapi.responses import JSONResponse
 from vime_sync.errors import EngineError
 from vime_sync.receiver import Receiver
 from vime_sync.vllm_plugin.routes import SyncEndpoints, SyncServer
+from vime_sync.vllm_plugin.watch import watch_trainers
 
 HEADS, KV, DIM, HIDDEN, INNER, EXPERTS, LAYERS, WORDS = 4, 2, 4, 8, 12, 2, 2, 10
 
@@ -147,7 +149,7 @@ class FakeControl:
 
     def __init__(self, models):
         self.models, self.receivers = models, [Receiver(model) for model in models]
-        self.paused, self.tag, self.drops = False, "default", 0
+        self.paused, self.tag, self.drops, self.modes = False, "default", 0, []
         self.hook = None
         self.publish_error = None
 
@@ -163,14 +165,14 @@ class FakeControl:
 
     async def pause(self, mode):
         self.paused, self.drops = True, self.drops + 1
+        self.modes.append(mode)
 
     async def resume(self):
         self.paused = False
 
-    async def publish(self, label, *, drop_caches):
+    async def publish(self, label):
         if self.publish_error is not None:
             raise EngineError(self.publish_error)
-        self.drops += drop_caches
         self.tag = label
 
     async def label(self):
@@ -199,6 +201,10 @@ def make_app(control):
     @app.post("/resume")
     async def resume():
         await control.resume()
+
+    @app.post("/watch")
+    async def watch():
+        app.state.watch = asyncio.create_task(watch_trainers(app.state.vime_sync, 0.02))
 
     return app
 

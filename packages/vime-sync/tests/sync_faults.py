@@ -8,7 +8,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import sync_fault_list  # noqa: F401 (registers the scenes)
+import sync_fault_alias  # noqa: F401 (these register the scenes)
+import sync_fault_list  # noqa: F401
 from sync_fault_scene import SCENARIOS
 
 TABLE = Path(__file__).parents[1] / "FAULTS.md"

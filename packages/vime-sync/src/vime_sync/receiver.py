@@ -158,6 +158,7 @@ class Receiver:
         if binding is not None and self.version < 0:
             self.version = binding.held_version()  # what the trainer holds is what this engine already serves
         live = self.model.live()
+        self._give_up()  # whoever had opened aliased weights is not here any more
         if self._link is not None and self._link.importer is not importer:
             self._link.importer.close()
         self._link = Connection(
@@ -321,6 +322,7 @@ class Receiver:
 
     def _commit(self, message: Mapping[str, Any]) -> dict[str, Any]:
         link = self._owned(message)
+        ahead = self._stage(message) if message.get("stage") and link.mode == "alias" else {}
         version, staged = integer(message, "version"), self._staged
         if staged is None and self.version == version:
             return {"seconds": 0.0, "repeated": True}  # a commit may be asked again when its answer was lost
@@ -346,7 +348,7 @@ class Receiver:
             self._confirmed(staged)
         else:
             self.torn = f"version {version} is written here and waits for the engine's other workers"
-        return {**reply, "seconds": time.perf_counter() - started}
+        return {**ahead, **reply, "seconds": time.perf_counter() - started}
 
     def _write(self, link: Connection, staged: Staged) -> dict[str, Any]:
         reply: dict[str, Any] = {}
@@ -425,6 +427,7 @@ class Receiver:
             self.torn = f"version {version} is written here, but the engine as a whole could not take it: {reason}"
         elif self.version == version:
             self.torn = f"version {version} was committed here, but the engine could not publish it: {reason}"
+        self._give_up()
         return {}
 
     def _check_awake(self) -> None:
@@ -438,12 +441,17 @@ class Receiver:
             )
 
     def _abort(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        link = self._owned(message)
+        self._owned(message)
         self._drop_staged()
-        opened, self._opened = self._opened, None
-        if opened is not None and any(c.sequence != opened.sequences[r] for r, c in link.controls.items()):
-            self.torn = f"the trainer wrote into the aliased weights for version {opened.version} and gave up"
+        self._give_up()
         return {}
+
+    def _give_up(self) -> None:
+        """End a block of aliased weights without a version: as before if the trainer has written nothing, else torn."""
+        opened, self._opened = self._opened, None
+        written = {} if opened is None or self._link is None else self._link.controls
+        if opened is not None and any(c.sequence != opened.sequences[r] for r, c in written.items()):
+            self.torn = f"the trainer wrote into the aliased weights for version {opened.version} and gave up"
 
     def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The engine is paused: from here until the commit the trainer may write what this engine aliases."""

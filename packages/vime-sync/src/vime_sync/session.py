@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -184,13 +185,16 @@ class SyncSession:
         aliased = [engine for engine in self._engines if engine.mode == "alias"]
         writing, done = Writing(), False
         try:
-            _raise_first(self._engines.ask(lambda e: e.call("open", self._body(e, version)) if e in aliased else {}))
+            opened = _raise_first(
+                self._engines.ask(lambda e: e.call("open", self._body(e, version)) if e in aliased else {"phases": {}})
+            )
             yield writing
+            report = self.update(version)
+            writing.report = replace(report, phases={**_slowest(opened), **report.phases})
             done = True
         finally:
             if not done and aliased:
-                self.abort()
-        writing.report = self.update(version)
+                self.abort()  # of an engine that has committed it takes nothing back
 
     def _single(self, version: int) -> dict[str, Any]:
         """Both halves in one request."""
@@ -258,11 +262,10 @@ class SyncSession:
     def _report(
         self, version: int, seconds: float, replies: Sequence[Mapping[str, Any]], engines: Sequence[EngineClient]
     ) -> SyncReport:
-        names = list(dict.fromkeys(name for reply in replies for name in reply["phases"]))
         return SyncReport(
             version=version,
             seconds=seconds,
-            phases={name: max(reply["phases"].get(name, 0.0) for reply in replies) for name in names},
+            phases=_slowest(replies),
             bytes=sum(int(reply.get("bytes", 0)) for reply in replies),
             digest=str(replies[0].get("sum", "")),
             digest_mode=str(replies[0].get("digest_mode", "off")),
@@ -394,6 +397,12 @@ class SyncSession:
     ) -> None:
         """Close."""
         self.close()
+
+
+def _slowest(replies: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds by phase, of the engine that took longest in it."""
+    names = dict.fromkeys(name for reply in replies for name in reply["phases"])
+    return {name: max(reply["phases"].get(name, 0.0) for reply in replies) for name in names}
 
 
 def _raise_first(results: Sequence[dict[str, Any] | SyncError]) -> list[dict[str, Any]]:

@@ -59,17 +59,12 @@ class EngineControl:
         """Let the scheduler go on."""
         await self.client.resume_generation()
 
-    async def publish(self, label: str, *, drop_caches: bool) -> None:
-        """Make `label` the version that every token generated from now on carries.
+    async def publish(self, label: str) -> None:
+        """Make `label` the version that every token generated from now on carries; caches went with the pause.
 
         Args:
             label: The version as text.
-            drop_caches: Drop the caches too; not needed where `pause` just did.
         """
-        if drop_caches:
-            await self.client.reset_prefix_cache(reset_running_requests=True)
-            await self.client.reset_mm_cache()
-            await self.client.reset_encoder_cache()
         await self.client.update_weight_version(label)
 
     async def label(self) -> str:

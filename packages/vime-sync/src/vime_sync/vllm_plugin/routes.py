@@ -2,14 +2,14 @@
 
 The server, not the client, holds the order *pause, commit on every worker, drop caches, publish the version, resume*.
 So a controller that dies in the middle leaves an engine that has either finished the step or undone it, and a whole
-update costs one round trip.
+update costs one round trip; a block in which a trainer writes aliased weights costs two, ``open`` and ``update``.
 
 =============  ===========================================================================================
 ``state``      what the engine serves (GET)
 ``connect``    plan on every worker; divide the digest among them
 ``open``       pause, so that a trainer may write the weights that this engine aliases
 ``stage``      bytes ready on every worker, verified; nothing that is served has changed
-``commit``     pause if needed, write, drop caches, publish the version, resume
+``commit``     pause (which drops caches), write, publish the version, resume
 ``update``     ``stage`` and ``commit`` in one call
 ``abort``      forget what was staged
 ``disconnect`` let go of the trainer
@@ -69,9 +69,10 @@ class SyncServer:
         self.session = ""
         self._owner: Any = None
         self._condemned = ""
+        #: Why nobody may resume the engine now, or empty; `ServeGuard` reads it.
+        self.writing = ""
         self._busy = ""
         self._held = False
-        self._fresh = False
         self._paused_at = 0.0
 
     async def handle(self, operation: str, body: Any) -> dict[str, Any]:
@@ -174,8 +175,9 @@ class SyncServer:
     async def _connect(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
         replies = await self._ask("connect", body, deadline)
         self._owner, self.session = body.get("owner"), str(body.get("session"))
+        await self._end_block()
         if replies[0]["mode"] == "alias" and replies[0]["version"] >= 0:
-            await self.engine.publish(str(replies[0]["version"]), drop_caches=False)
+            await self.engine.publish(str(replies[0]["version"]))
         if len(replies) > 1:
             shares = divide({r["rank"]: [tuple(item) for item in r["slices"]] for r in replies})
             await self._ask("agree", {"session": body.get("session"), "shares": shares}, deadline)
@@ -213,37 +215,47 @@ class SyncServer:
             self._judge(replies, "abort")
         except EngineError as error:
             logger.warning("vime-sync: an abort was not answered: %s", error)
-        if self.opened_by is not None and replies:
-            self.opened_by = None
-            if self._held and not self.torn:
-                self._held = False
-                await self.engine.resume()
+        if replies:
+            await self._end_block()
         return replies
+
+    async def _end_block(self) -> None:
+        """No trainer writes aliased weights any more; go on, if what is there is whole."""
+        if self.opened_by is None:
+            return
+        self.opened_by, self.writing = None, ""
+        if self._held and not self.torn:
+            self._held = False
+            await self.engine.resume()
 
     async def _open(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
         """Pause, so that the trainer may write what this engine aliases; the commit resumes."""
         phases: dict[str, float] = {}
         self._paused_at = time.perf_counter()
-        fresh, resume = await self._pause(body.get("in_flight", "keep"), phases)
+        resume = await self._pause(body.get("in_flight", "keep"), phases)
         done = False
         try:
-            replies = await self._ask("open", body, deadline)
+            with _timed(phases, "open"):
+                replies = await self._ask("open", body, deadline)
             done = True
         finally:
             if not done and resume and not self.torn:
                 await self.engine.resume()
-        self.opened_by, self._held, self._fresh = self._owner or {}, resume, fresh
+        self.opened_by, self._held = self._owner or {}, resume
+        self.writing = f"a trainer writes version {body.get('version')} into the weights"
         return {**self._one(replies), "phases": phases}
 
     async def _commit(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
         phases: dict[str, float] = {}
-        version = integer(body, "version")
-        paused = time.perf_counter() if self.opened_by is None else self._paused_at
-        fresh, resume = await self._pause(body.get("in_flight", "keep"), phases)
+        version, opened = integer(body, "version"), self.opened_by is not None
+        paused = self._paused_at if opened else time.perf_counter()
+        resume = self._held if opened else await self._pause(body.get("in_flight", "keep"), phases)
+        self.writing = f"version {version} is being committed"
         try:
             with _timed(phases, "commit"):
-                replies, verified = await self._write(body, deadline)
-            await self.engine.publish(str(version), drop_caches=not fresh)
+                replies, verified = await (self._write_opened if opened else self._write)(body, deadline)
+            with _timed(phases, "publish"):
+                await self.engine.publish(str(version))
         except BaseException as error:
             if await self._rollback(body, error) and isinstance(error, DigestError):
                 raise TornEngineError(
@@ -254,7 +266,7 @@ class SyncServer:
             raise
         finally:
             # After a failed write the engine stays paused: nothing half new is ever sampled from.
-            self._held, self.opened_by = bool(self.torn) and resume, None
+            self._held, self.opened_by, self.writing = bool(self.torn) and resume, None, ""
             if resume and not self.torn:
                 with _timed(phases, "resume"):
                     await self.engine.resume()
@@ -263,6 +275,23 @@ class SyncServer:
         if "copy_seconds" in verified:
             phases["copy"] = verified["copy_seconds"]
         return {**self._one(replies), **verified, "phases": phases}
+
+    async def _write_opened(self, body: dict[str, Any], deadline: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Commit what the trainer wrote in place, and see that the engine was paused all the while."""
+        paused = asyncio.create_task(self.engine.is_paused())  # on its way while the workers work
+        try:
+            written = await self._write(body, deadline)
+        finally:
+            still = await paused
+        if not still:
+            await self.engine.pause("keep")
+            raise NotPausedError(
+                "the engine was resumed while the trainer wrote its weights",
+                seen="running",
+                expected="paused from open to commit",
+                fix="let only the commit resume it; send a whole newer version",
+            )
+        return written
 
     async def _write(self, body: dict[str, Any], deadline: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Commit on every worker; several have to agree before any of them calls it done."""
@@ -287,31 +316,37 @@ class SyncServer:
             self.torn = f"after {reason}, workers hold versions {sorted({r['version'] for r in replies})}"
         return self.torn
 
-    async def _pause(self, mode: Any, phases: dict[str, float]) -> tuple[bool, bool]:
-        """Pause unless that is done already: whether it was done now, and whether to resume after a success."""
-        if await self.engine.is_paused():
-            fresh, self._fresh = self._fresh, False
-            return fresh, self._held
-        if mode not in PAUSE_MODES:
+    async def _pause(self, mode: Any, phases: dict[str, float]) -> bool:
+        """Pause, caches dropped; whether to resume after a success.
+
+        An engine that somebody paused before is paused once more: theirs may still be draining, and only a pause that
+        has returned means that no step runs. It stays paused afterwards, for them to resume.
+        """
+        before = await self.engine.is_paused()
+        if not before and mode not in PAUSE_MODES:
             raise NotPausedError(
                 "the engine is generating",
                 seen=f"in_flight={mode!r}",
                 expected=f"a paused engine, or in_flight one of {PAUSE_MODES}",
             )
         with _timed(phases, "pause"):
-            await self.engine.pause(mode)
-        return True, True
+            await self.engine.pause("keep" if before else mode)
+        return self._held or not before
 
     async def _update(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
-        staged = await self._stage(body, deadline)
         done = False
         try:
-            committed = await self._commit({**body, "digest": staged.get("sum", "")}, deadline)
+            if self.opened_by is not None:  # nothing moves, so there is nothing to stage ahead of the pause
+                committed = await self._commit({**body, "stage": True}, deadline)
+            else:
+                staged = await self._stage(body, deadline)
+                committed = await self._commit({**body, "digest": staged.get("sum", "")}, deadline)
+                committed = {**staged, **committed, "phases": {"stage": staged["seconds"], **committed["phases"]}}
             done = True
         finally:
             if not done:
                 await self._abort(body)
-        return {**staged, **committed, "phases": {"stage": staged["seconds"], **committed["phases"]}}
+        return committed
 
 
 class _timed:  # noqa: N801 (reads as a statement)
