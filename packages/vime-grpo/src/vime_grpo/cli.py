@@ -5,8 +5,8 @@ Exit codes:
 ==== ===============================================================================
 0    the run finished (or the configuration is right, with ``--dry-run``)
 1    an unexpected error, with a traceback: a bug
-2    a wrong command line or configuration
-3    the pipeline or command is not installed or cannot be imported
+2    a wrong command line, configuration or run folder
+3    the pipeline, command or extra is not installed or cannot be imported
 4    the run failed for a reason that the message explains
 130  interrupted
 ==== ===============================================================================
@@ -26,7 +26,7 @@ from typing import Annotated
 import typer
 
 from vime_grpo.config import RunConfig, config_reference, dump_toml, load_config
-from vime_grpo.errors import ConfigError, LaunchError
+from vime_grpo.errors import ConfigError, LaunchError, ReportError
 from vime_grpo.launch import find_accept, find_doctor, find_pipeline
 
 EXIT_CONFIG, EXIT_LAUNCH, EXIT_RUN, EXIT_INTERRUPTED = 2, 3, 4, 130
@@ -73,6 +73,20 @@ def doctor(
             raise ConfigError("overrides without a configuration", expected="vime-grpo doctor CONFIG.toml --set ...")
         resolved = load_config(config, set_ or []) if config is not None else None
         raise typer.Exit(find_doctor()(resolved, as_json=as_json, out=out.absolute() if out else None))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, finished or not.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page; by default report.html in the folder.")
+    ] = None,
+) -> None:
+    """Write a run's report: one HTML page with its curves and samples, that needs no network."""
+    with _reported():
+        from vime_grpo.report import write_report
+
+        typer.echo(write_report(run, out))
 
 
 class Platform(StrEnum):
@@ -130,7 +144,7 @@ def _reported() -> Iterator[None]:
         if not hasattr(error, "what"):
             raise
         _print_panel(error)
-        codes = {ConfigError: EXIT_CONFIG, LaunchError: EXIT_LAUNCH}
+        codes = {ConfigError: EXIT_CONFIG, ReportError: EXIT_CONFIG, LaunchError: EXIT_LAUNCH}
         code = next((code for kind, code in codes.items() if isinstance(error, kind)), EXIT_RUN)
         raise typer.Exit(code) from error
 

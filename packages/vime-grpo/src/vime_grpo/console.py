@@ -25,7 +25,7 @@ THROUGHPUT = "perf/tokens_per_gpu_per_sec"
 _BARS = "▁▂▃▄▅▆▇█"
 
 #: (label, metric, format) of the values that the displays show.
-_SHOWN = (
+SHOWN = (
     ("reward", REWARD, ".3f"),
     ("tokens/s/device", THROUGHPUT, ",.0f"),
     ("logprob difference", DIFFERENCE, ".1e"),
@@ -67,7 +67,7 @@ def closing_table(history: Sequence[Mapping[str, float]], *, edge: int = 3) -> T
     table = Table(title=f"{len(history)} steps", title_justify="left")
     for heading in ("", f"first {edge}", f"last {edge}", "least", "greatest"):
         table.add_column(heading, justify="right" if heading else "left")
-    for label, name, spec in _SHOWN:
+    for label, name, spec in SHOWN:
         values = [row[name] for row in history if name in row]
         if values:
             first, last = values[:edge], values[-edge:]
@@ -129,7 +129,7 @@ class PlainDisplay(Display):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print a line with the step's values."""
         super().step(step, metrics)
-        values = [f"{label} {metrics[name]:{spec}}" for label, name, spec in _SHOWN if name in metrics]
+        values = [f"{label} {metrics[name]:{spec}}" for label, name, spec in SHOWN if name in metrics]
         self.console.print(Text(f"step {step}/{self.steps}  " + "  ".join(values)), soft_wrap=True)
 
     def finish(self, history: Sequence[Mapping[str, float]]) -> None:
@@ -179,7 +179,7 @@ class LiveDisplay(PlainDisplay):
 
     def _render(self) -> RenderableType:
         values = Table.grid(padding=(0, 2))
-        for label, name, spec in _SHOWN:
+        for label, name, spec in SHOWN:
             if name in self._latest:
                 values.add_row(label, format(self._latest[name], spec))
         if self.rewards:
