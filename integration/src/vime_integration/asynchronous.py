@@ -14,12 +14,13 @@ what was in flight.
 
 from __future__ import annotations
 
-from vime_integration.actors.rollout import RolloutReport, step_deadline
+from vime_integration.actors.rollout import RolloutReport
 from vime_integration.actors.trainer import TrainReport
 from vime_integration.bundle import Bundle
 from vime_integration.metrics import step_metrics
 from vime_integration.phases import Phases
 from vime_integration.pipeline import SHORT_S, Pipeline
+from vime_integration.translate import step_deadline
 
 
 class Asynchronous(Pipeline):

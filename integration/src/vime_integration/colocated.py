@@ -12,11 +12,12 @@ at a time, and it is the one that the next rollout asks for.
 
 from __future__ import annotations
 
-from vime_integration.actors.rollout import RolloutReport, step_deadline
+from vime_integration.actors.rollout import RolloutReport
 from vime_integration.actors.trainer import TrainReport
 from vime_integration.metrics import step_metrics
 from vime_integration.phases import Phases
 from vime_integration.pipeline import Pipeline
+from vime_integration.translate import step_deadline
 
 
 class Colocated(Pipeline):

@@ -16,7 +16,16 @@ from pathlib import Path
 from types import FrameType
 
 from vime_devices import detect_platform, ray_environment
-from vime_grpo import MetricsWriter, RunConfig, make_display, read_metrics, save_config
+from vime_grpo import (
+    MetricsWriter,
+    RunConfig,
+    SamplesWriter,
+    Tracker,
+    make_display,
+    open_trackers,
+    read_metrics,
+    save_config,
+)
 
 from vime_integration.asynchronous import Asynchronous
 from vime_integration.bundle import Bundle, BundleStore
@@ -90,8 +99,11 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
     with (
         make_display(config.tracking.console, config.pipeline.steps) as display,
         MetricsWriter(folder.metrics, resume_step=after) as writer,
+        SamplesWriter(folder.samples, resume_step=after) as samples,
+        _trackers(config, folder, after) as trackers,
     ):
-        recorder = RunRecorder(writer, Ledger(folder.prompts, resume_step=after), display)
+        ledger = Ledger(folder.prompts, resume_step=after)
+        recorder = RunRecorder(writer, ledger, samples, trackers, display)
         if moved is not None:
             display.note(f"moved the earlier run to {moved}")
         display.note(f"run folder {folder.root}")
@@ -114,6 +126,16 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
         plot_reward(folder.metrics, folder.plot)
     display.finish(history)
     return EXIT_STOPPED if stop.asked else 0
+
+
+@contextmanager
+def _trackers(config: RunConfig, folder: RunFolder, resume_step: int | None) -> Iterator[list[Tracker]]:
+    trackers = open_trackers(config, folder.root, resume_step)
+    try:
+        yield trackers
+    finally:
+        for tracker in trackers:
+            tracker.close()
 
 
 def _open(folder: RunFolder, config: RunConfig, resume: Path | None) -> tuple[Bundle | None, Path | None]:

@@ -14,8 +14,8 @@ from vime_grpo import RunConfig
 from vime_megatron import check_model
 from vime_rollout import open_data_source
 
-from vime_integration.actors.rollout import data_config
 from vime_integration.errors import BundleError
+from vime_integration.translate import data_config, evaluation_data_config
 
 #: A bundle holds the weights, float32 master weights and two moments: at most this many times the model folder.
 BUNDLE_FACTOR = 7
@@ -32,6 +32,8 @@ def check_before_start(config: RunConfig) -> None:
     check_model(config.model.path)
     # Token counts are the rollout's to check: it has the tokenizer, which takes seconds to load.
     open_data_source(dataclasses.replace(data_config(config), max_prompt_tokens=None))
+    if config.evaluation.enabled:
+        open_data_source(dataclasses.replace(evaluation_data_config(config), max_prompt_tokens=None))
     _check_disk(config)
 
 

@@ -6,7 +6,9 @@ step, or lost with it. Nothing here holds a step back: what is shown is shown af
 
 from __future__ import annotations
 
-from vime_grpo import Display, MetricsWriter
+from collections.abc import Sequence
+
+from vime_grpo import Display, MetricsWriter, SamplesWriter, Tracker
 
 from vime_integration.actors.rollout import RolloutReport
 from vime_integration.ledger import Ledger
@@ -18,19 +20,34 @@ class RunRecorder:
     Args:
         writer: The metrics file.
         ledger: The ledger of prompts.
+        samples: The samples worth reading.
+        trackers: Where metrics are shown besides.
         display: The screen.
     """
 
-    def __init__(self, writer: MetricsWriter, ledger: Ledger, display: Display) -> None:
+    def __init__(
+        self,
+        writer: MetricsWriter,
+        ledger: Ledger,
+        samples: SamplesWriter,
+        trackers: Sequence[Tracker],
+        display: Display,
+    ) -> None:
         """Keep the parts; their owner closes them."""
         self._writer = writer
         self._ledger = ledger
+        self._samples = samples
+        self._trackers = trackers
         self._display = display
 
     def log(self, step: int, metrics: dict[str, float], rollout: RolloutReport) -> None:
         """Keep and show one finished step."""
         self._writer.write(step, metrics)
         self._ledger.write(step, rollout.ledger)
+        if rollout.samples:
+            self._samples.write(step, rollout.samples)
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
         self._display.step(step, metrics)
 
     def note(self, text: str) -> None:

@@ -16,9 +16,8 @@ from typing import Any
 
 import psutil
 import ray
-from vime_grpo import RunConfig, batch_metrics
+from vime_grpo import RunConfig, SampleRecord, batch_metrics, evaluation_metrics
 from vime_rollout import (
-    DataConfig,
     Encoder,
     EngineClient,
     EnginePool,
@@ -26,24 +25,26 @@ from vime_rollout import (
     RemoteEngine,
     Reward,
     Rollout,
-    RolloutConfig,
-    RowKeys,
-    Sample,
     SampleGroup,
-    SamplingParams,
     load_reward,
     open_data_source,
     rollout_metrics,
     zero_reasons,
 )
 from vime_rollout.errors import EngineDeadError
-from vime_rollout.experimental import GroupFilter, differing_rewards
 
 from vime_integration.actors.engine import EngineAddress
 from vime_integration.batches import make_batch
 from vime_integration.cluster import log_to_file
 from vime_integration.errors import PipelineError
 from vime_integration.ledger import LedgerEntry
+from vime_integration.reading import records_of
+from vime_integration.translate import (
+    data_config,
+    evaluation_data_config,
+    evaluation_rollout_config,
+    rollout_config,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +57,14 @@ class RolloutReport:
         batch: Reference to the ``RolloutBatch`` in the object store.
         metrics: Metrics by name.
         why_zero: The most frequent reasons of a reward of 0, with their counts.
-        samples: The best and the worst samples, for a person to read.
+        samples: The best and the worst samples as text, for a person to read.
         ledger: What became of prompts since the last rollout.
     """
 
     batch: Any
     metrics: dict[str, float]
     why_zero: list[tuple[str, int]]
-    samples: list[dict[str, Any]]
+    samples: list[SampleRecord]
     ledger: LedgerEntry
 
 
@@ -185,8 +186,31 @@ class RolloutActor:
         metrics |= batch_metrics([row for rows in batch.updates for row in rows])
         metrics["rollout/epoch"] = float(self._source.epoch)
         metrics["rollout/samples"] = float(len(samples))
+        records = records_of(samples, {g.prompt.group_id: g.prompt for g in groups}, config.tracking.samples)
         logger.info("version %d: %d samples in %.2f s", version, len(samples), seconds)
-        return RolloutReport(ray.put(batch), metrics, zero_reasons(groups), _examples(samples), ledger)
+        return RolloutReport(ray.put(batch), metrics, zero_reasons(groups), records, ledger)
+
+    async def evaluate(self, version: int) -> dict[str, float]:
+        """Answer and score the evaluation's prompts, which are never trained on.
+
+        Args:
+            version: What the engines serve; every token must come from it.
+
+        Returns:
+            ``eval/*``.
+
+        Raises:
+            RolloutError: Generation or scoring failed.
+        """
+        assert self._pool is not None
+        assert self._encoder is not None
+        assert self._reward is not None
+        section = self._config.evaluation
+        source = open_data_source(evaluation_data_config(self._config), self._encoder)
+        rollout = Rollout(self._pool, self._encoder, self._reward, evaluation_rollout_config(self._config))
+        groups = await rollout.run(source.next(len(source)), version=version)
+        rewards = {group.prompt.group_id: group.rewards for group in groups}
+        return evaluation_metrics(rewards, pass_k=section.pass_k, solved_at=section.solved_at)
 
     async def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, JSON values."""
@@ -208,83 +232,3 @@ class RolloutActor:
             self._reward.close()
         for engine in self._engines.values():
             await engine.stop()
-
-
-def data_config(config: RunConfig) -> DataConfig:
-    """Translate the run's configuration into the data source's own."""
-    data, rollout = config.data, config.rollout
-    gym = data.kind == "reasoning_gym"
-    return DataConfig(
-        path=None if gym else str(data.path),
-        keys=RowKeys(prompt=data.prompt_key, label=data.label_key, metadata=data.metadata_key),
-        gym_task=data.task if gym else None,
-        gym_seed=data.seed,
-        gym_size=data.size or 1,
-        gym_options=data.task_config,
-        apply_chat_template=data.apply_chat_template,
-        system_prompt=data.system_prompt,
-        shuffle=data.shuffle,
-        seed=data.seed,
-        max_prompt_tokens=rollout.max_context_tokens - rollout.max_response_tokens,
-        overlong=data.overlong,
-    )
-
-
-def rollout_config(config: RunConfig) -> RolloutConfig:
-    """Translate the run's configuration into the rollout's own."""
-    section = config.rollout
-    return RolloutConfig(
-        samples_per_prompt=section.samples_per_prompt,
-        sampling=SamplingParams(
-            max_tokens=section.max_response_tokens,
-            temperature=section.temperature,
-            top_p=section.top_p,
-            top_k=section.top_k,
-            stop=section.stop,
-            stop_token_ids=section.stop_token_ids,
-        ),
-        max_context_tokens=section.max_context_tokens,
-        seed=section.seed,
-        concurrency=section.concurrency,
-        step_deadline_s=step_deadline(config),
-        request_deadline_s=section.request_deadline_s,
-    )
-
-
-def step_deadline(config: RunConfig) -> float:
-    """Return the seconds that one rollout may take: every wave of requests at its own deadline, and one to spare."""
-    section = config.rollout
-    waves = -(-section.batch_size * section.samples_per_prompt // section.concurrency)
-    return (waves + 1) * section.request_deadline_s + config.reward.timeout_s
-
-
-def group_filter(config: RunConfig) -> GroupFilter | None:
-    """Return what decides about a group before it is trained on, or None when every group is.
-
-    Raises:
-        PipelineError: There is no such filter.
-    """
-    name = config.rollout.filter
-    if name not in (None, "differing_rewards"):
-        raise PipelineError("no such filter", where="rollout.filter", seen=name, expected="differing_rewards")
-    return None if name is None else differing_rewards
-
-
-def _examples(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Return the best and the worst sample as JSON values without their token lists."""
-    best = max(samples, key=lambda sample: sample.reward or 0.0)
-    worst = min(samples, key=lambda sample: sample.reward or 0.0)
-    return [
-        {
-            "kind": kind,
-            "prompt": sample.prompt_id,
-            "index": sample.index,
-            "response": sample.response,
-            "label": sample.label,
-            "reward": sample.reward,
-            "reason": sample.reward_reason,
-            "tokens": sample.response_length,
-            "versions": [[span.version, span.start, span.end] for span in sample.versions],
-        }
-        for kind, sample in (("best", best), ("worst", worst))
-    ]

@@ -13,9 +13,10 @@ from typing import Any
 from vime_grpo import RunConfig
 
 from vime_integration.actors.engine import EngineAddress
-from vime_integration.actors.rollout import RolloutActor, RolloutReport, group_filter, step_deadline
+from vime_integration.actors.rollout import RolloutActor, RolloutReport
 from vime_integration.producer import Producer
 from vime_integration.staleness import lag_metrics
+from vime_integration.translate import group_filter, step_deadline
 
 
 class StreamingRolloutActor(RolloutActor):

@@ -100,7 +100,7 @@ def _model(config: RunConfig) -> Iterator[Check]:
 
 
 def _data(config: RunConfig) -> Iterator[Check]:
-    from vime_integration.actors.rollout import data_config  # late: it imports the whole rollout
+    from vime_integration.translate import data_config  # late: it imports the whole rollout
 
     # Lengths need the tokenizer, which takes seconds to load: the rollout checks them when it starts.
     source = open_data_source(dataclasses.replace(data_config(config), max_prompt_tokens=None))

@@ -1,0 +1,100 @@
+"""The run's configuration, said in the terms of vime-rollout.
+
+The packages do not know each other's configuration; what one key of the run means to a part is written down here, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from vime_grpo import RunConfig
+from vime_rollout import DataConfig, RolloutConfig, RowKeys, SamplingParams
+from vime_rollout.experimental import GroupFilter, differing_rewards
+
+from vime_integration.errors import PipelineError
+
+
+def data_config(config: RunConfig) -> DataConfig:
+    """Translate the run's configuration into the data source's own."""
+    data, rollout = config.data, config.rollout
+    gym = data.kind == "reasoning_gym"
+    return DataConfig(
+        path=None if gym else str(data.path),
+        keys=RowKeys(prompt=data.prompt_key, label=data.label_key, metadata=data.metadata_key),
+        gym_task=data.task if gym else None,
+        gym_seed=data.seed,
+        gym_size=data.size or 1,
+        gym_options=data.task_config,
+        apply_chat_template=data.apply_chat_template,
+        system_prompt=data.system_prompt,
+        shuffle=data.shuffle,
+        seed=data.seed,
+        max_prompt_tokens=rollout.max_context_tokens - rollout.max_response_tokens,
+        overlong=data.overlong,
+    )
+
+
+def rollout_config(config: RunConfig) -> RolloutConfig:
+    """Translate the run's configuration into the rollout's own."""
+    section = config.rollout
+    return RolloutConfig(
+        samples_per_prompt=section.samples_per_prompt,
+        sampling=SamplingParams(
+            max_tokens=section.max_response_tokens,
+            temperature=section.temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            stop=section.stop,
+            stop_token_ids=section.stop_token_ids,
+        ),
+        max_context_tokens=section.max_context_tokens,
+        seed=section.seed,
+        concurrency=section.concurrency,
+        step_deadline_s=step_deadline(config),
+        request_deadline_s=section.request_deadline_s,
+    )
+
+
+def step_deadline(config: RunConfig) -> float:
+    """Return the seconds that one rollout may take: every wave of requests at its own deadline, and one to spare."""
+    section = config.rollout
+    waves = -(-section.batch_size * section.samples_per_prompt // section.concurrency)
+    return (waves + 1) * section.request_deadline_s + config.reward.timeout_s
+
+
+def group_filter(config: RunConfig) -> GroupFilter | None:
+    """Return what decides about a group before it is trained on, or None when every group is.
+
+    Raises:
+        PipelineError: There is no such filter.
+    """
+    name = config.rollout.filter
+    if name not in (None, "differing_rewards"):
+        raise PipelineError("no such filter", where="rollout.filter", seen=name, expected="differing_rewards")
+    return None if name is None else differing_rewards
+
+
+def evaluation_data_config(config: RunConfig) -> DataConfig:
+    """Return the data source of the evaluation: its own prompts, in order, with the run's template and lengths."""
+    section = config.evaluation
+    gym = section.kind == "reasoning_gym"
+    return dataclasses.replace(
+        data_config(config),
+        path=None if gym else str(section.path),
+        keys=RowKeys(prompt=section.prompt_key, label=section.label_key),
+        gym_task=section.task if gym else None,
+        gym_seed=section.seed,
+        gym_size=section.size or 1,
+        gym_options=section.task_config,
+        shuffle=False,
+        seed=section.seed,
+    )
+
+
+def evaluation_rollout_config(config: RunConfig) -> RolloutConfig:
+    """Return how the evaluation samples: the run's lengths, its own temperature and number of samples."""
+    section, training = config.evaluation, rollout_config(config)
+    sampling = dataclasses.replace(training.sampling, temperature=section.temperature, top_p=1.0, top_k=-1)
+    return dataclasses.replace(
+        training, samples_per_prompt=section.samples_per_prompt, sampling=sampling, seed=section.seed
+    )
