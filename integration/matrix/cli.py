@@ -1,0 +1,159 @@
+"""Run the test matrix, or a part of it, and keep what came out.
+
+    python integration/matrix/cli.py list
+    python integration/matrix/cli.py run --where python=3.12 --where vllm=0.32 --checks unit interface
+    python integration/matrix/cli.py run                    everything that this machine can (`make matrix`): hours
+    python integration/matrix/cli.py table                  write the table in integration/README.md again
+
+``check`` is what runs inside an environment, by hatch's scripts too. Exit: 0 where nothing failed, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from vime_matrix import checks, results, table
+from vime_matrix.definition import ROOT, Cell, Definition, load, select
+from vime_matrix.machine import this_machine, why_no_environment, why_no_pipeline
+from vime_matrix.running import Place, make_environment, present_commit, record, run_check
+
+CHECKS = ("unit", "interface", "pipeline")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: The command line without the program; by default the process's own.
+
+    Returns:
+        The exit status.
+    """
+    options = _parser().parse_args(arguments)
+    return int(options.run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="The test matrix of vime.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    listing = commands.add_parser("list", help="print the cells")
+    _where(listing)
+    listing.set_defaults(run=_list)
+    run = commands.add_parser("run", help="run what this machine can, and write the table")
+    _where(run)
+    run.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS))
+    run.add_argument("--folder", type=Path, default=ROOT / ".tools" / "matrix", help="environments and logs")
+    run.add_argument("--uv", type=Path, default=None, help="the uv to use; by default one beside this Python, or found")
+    run.add_argument("--packages", nargs="+", default=[], help="unit tests of these packages only")
+    run.set_defaults(run=_run)
+    check = commands.add_parser("check", help="make one check with this interpreter's packages")
+    check.add_argument("check", help="unit, interface, pipeline, or a pipeline such as colocated-dense-1")
+    check.add_argument("--answer", type=Path, help="write the result into this file as JSON")
+    check.add_argument("--packages", nargs="+", default=[])
+    check.set_defaults(run=_check)
+    commands.add_parser("table", help="write the table in integration/README.md").set_defaults(run=_table)
+    return parser
+
+
+def _where(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--where", action="append", default=[], metavar="AXIS=VALUE", help="repeatable")
+
+
+def _selected(options: argparse.Namespace, definition: Definition) -> list[Cell]:
+    where = dict(text.split("=", 1) for text in options.where)
+    if unknown := sorted(set(where) - {field for field in Cell.__dataclass_fields__}):
+        raise SystemExit(f"no axis {', '.join(unknown)}; expected {', '.join(Cell.__dataclass_fields__)}")
+    return select(definition.cells, where)
+
+
+def _list(options: argparse.Namespace) -> int:
+    definition = load()
+    for cell in _selected(options, definition):
+        print(cell.name)
+    for problem in definition.problems():
+        print(f"problem: {problem}", file=sys.stderr)
+    return int(bool(definition.problems()))
+
+
+def _run(options: argparse.Namespace) -> int:
+    definition = load()
+    beside = Path(sys.executable).with_name("uv")
+    uv = options.uv or (beside if beside.exists() else Path(shutil.which("uv") or "uv"))
+    place = Place(options.folder, uv, this_machine(options.folder), present_commit())
+    groups: dict[str, list[Cell]] = {}
+    for cell in _selected(options, definition):
+        groups.setdefault(cell.environment, []).append(cell)
+    failed = 0
+    for cells in groups.values():
+        for done in _environment(definition, cells, options, place):
+            results.keep(done)
+            failed += done.outcome == "failed"
+            print(
+                f"{done.environment} {done.check}: {done.outcome} after {done.seconds:g} s; {done.detail}", flush=True
+            )
+    table.write(definition, results.read())
+    return int(bool(failed))
+
+
+def _environment(
+    definition: Definition, cells: list[Cell], options: argparse.Namespace, place: Place
+) -> Iterator[results.Record]:
+    """Yield the records of one environment, each as soon as it is known."""
+    first = cells[0]
+    wanted = [check for check in ("unit", "interface") if check in options.checks]
+    runs = [cell for cell in cells if "pipeline" in options.checks]
+    reason = why_no_environment(first, place.machine, place.uv)
+    python = None
+    if not reason:
+        python, broken = make_environment(definition, first, place)
+        if python is None:
+            yield from (record(first, check, "failed", place, 0.0, broken) for check in wanted)
+            yield from (record(cell, cell.pipeline, "failed", place, 0.0, broken) for cell in runs)
+            return
+    for check in wanted:
+        if python is None:
+            yield record(first, check, "skipped", place, 0.0, reason)
+        else:
+            more = ["--packages", *options.packages] if check == "unit" and options.packages else []
+            yield run_check(python, first, check, place, more)
+    for cell in runs:
+        why = reason or why_no_pipeline(cell, place.machine)
+        if python is None or why:
+            yield record(cell, cell.pipeline, "skipped", place, 0.0, why)
+        else:
+            yield run_check(python, cell, cell.pipeline, place)
+
+
+def _check(options: argparse.Namespace) -> int:
+    name = options.check
+    if name == "pipeline":
+        name = "-".join(os.environ[f"VIME_MATRIX_{axis}"] for axis in ("MODE", "MODEL", "TP"))
+    if name == "unit":
+        passed, detail = checks.unit(options.packages)
+    elif name == "interface":
+        passed, detail = checks.interface()
+    else:
+        with tempfile.TemporaryDirectory(prefix="vime-matrix-") as folder:
+            passed, detail = checks.pipeline(name, Path(folder))
+    print(f"{'passed' if passed else 'failed'}: {detail}")
+    if options.answer is not None:
+        options.answer.write_text(json.dumps({"passed": passed, "detail": detail}), encoding="utf-8")
+    return int(not passed)
+
+
+def _table(_options: argparse.Namespace) -> int:
+    table.write(load(), results.read())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
