@@ -21,14 +21,18 @@ from vime_rollout.engine import (
     VLLMEngine,
 )
 from vime_rollout.errors import RolloutError
+from vime_rollout.evaluate import EVALUATION_EPOCH, evaluate, evaluation_prompts
+from vime_rollout.extend import load_filter, load_generate, load_source
+from vime_rollout.filters import GroupFilter
 from vime_rollout.metrics import rollout_metrics, zero_reasons
 from vime_rollout.pool import EnginePool
 from vime_rollout.rewards import Reward, Score, load_reward
-from vime_rollout.rollout import GenerateFunction, Rollout, RolloutConfig
+from vime_rollout.rollout import GenerateFunction, Rollout, RolloutConfig, single_turn
 from vime_rollout.sample import Prompt, Sample, SampleGroup, SampleStatus, Timings, VersionSpan, full_length
 from vime_rollout.tokens import Encoder
 
 __all__ = [
+    "EVALUATION_EPOCH",
     "UNSENT_VERSION",
     "BufferCounts",
     "CpuOptions",
@@ -45,6 +49,7 @@ __all__ = [
     "GenerateFunction",
     "GenerateRequest",
     "Generation",
+    "GroupFilter",
     "Prompt",
     "RemoteEngine",
     "Reward",
@@ -60,9 +65,15 @@ __all__ = [
     "Timings",
     "VLLMEngine",
     "VersionSpan",
+    "evaluate",
+    "evaluation_prompts",
     "full_length",
+    "load_filter",
+    "load_generate",
     "load_reward",
+    "load_source",
     "open_data_source",
     "rollout_metrics",
+    "single_turn",
     "zero_reasons",
 ]

@@ -34,6 +34,10 @@ class RewardError(RolloutError):
     """A reward function cannot be found, failed, or answered something that is no score."""
 
 
+class ExtensionError(RolloutError):
+    """What a dotted path names cannot be imported, or cannot be called as it will be."""
+
+
 class EngineError(RolloutError):
     """Base of everything that concerns one engine."""
 

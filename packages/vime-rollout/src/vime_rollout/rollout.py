@@ -44,6 +44,7 @@ class RolloutConfig:
         step_deadline_s: Seconds for one call of ``run``.
         request_deadline_s: Seconds for one response; ``None`` takes the engine's.
         sticky_groups: Send all samples of a prompt to one engine, which then computes the prompt once.
+        max_turns: Most turns of the policy in one sample, for generate functions with several turns.
     """
 
     samples_per_prompt: int
@@ -54,16 +55,21 @@ class RolloutConfig:
     step_deadline_s: float = 3600.0
     request_deadline_s: float | None = None
     sticky_groups: bool = False
+    max_turns: int = 1
 
 
 class GenerateFunction(Protocol):
-    """How one sample is made; replace it for multi-turn or tool use.
+    """How one sample is made; replace it for multi-turn or tool use (``load_generate`` takes a dotted path).
 
     It gets the rollout (engine, encoder and configuration), an encoded prompt, the sample's index and the version asked
-    for, and returns an unscored sample.
+    for, and returns an unscored sample: the tokens that the engine sampled with ``loss_mask`` 1, their logprobs and
+    versions as the engine gave them, everything else with ``loss_mask`` 0. A trajectory of several records (forks)
+    returns all of them, in order; the last one is scored, and all get its score.
     """
 
-    async def __call__(self, rollout: Rollout, prompt: Prompt, index: int, version: int | None) -> Sample:
+    async def __call__(
+        self, rollout: Rollout, prompt: Prompt, index: int, version: int | None
+    ) -> Sample | Sequence[Sample]:
         """Make one sample."""
         ...
 
@@ -94,6 +100,10 @@ class Rollout:
         self.reward = reward
         self.config = config
         self._generate = generate or single_turn
+
+    def with_config(self, config: RolloutConfig) -> Rollout:
+        """Return a rollout of the same parts with another configuration."""
+        return Rollout(self.engine, self.encoder, self.reward, config, generate=self._generate)
 
     async def run(self, prompts: Sequence[Prompt], *, version: int | None = None) -> list[SampleGroup]:
         """Return the scored groups of all prompts, in the order of the prompts.
@@ -163,20 +173,24 @@ class Rollout:
         count = self.config.samples_per_prompt
         tasks = [asyncio.create_task(self._sample(prompt, index, version, slots)) for index in range(count)]
         try:
-            samples = await asyncio.gather(*tasks)
+            records = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return SampleGroup(prompt, tuple(samples))
+        return SampleGroup(prompt, tuple(sample for trajectory in records for sample in trajectory))
 
-    async def _sample(self, prompt: Prompt, index: int, version: int | None, slots: asyncio.Semaphore) -> Sample:
+    async def _sample(
+        self, prompt: Prompt, index: int, version: int | None, slots: asyncio.Semaphore
+    ) -> tuple[Sample, ...]:
         async with slots:
             try:
-                sample = await self._generate(self, prompt, index, version)
+                made = await self._generate(self, prompt, index, version)
+                samples = (made,) if isinstance(made, Sample) else tuple(made)
                 began = time.monotonic()
-                score = await self.reward.score(sample)
-                return sample.scored(score.value, score.reason, reward_s=time.monotonic() - began)
+                score = await self.reward.score(samples[-1])  # it stands for the trajectory
+                seconds = time.monotonic() - began
+                return tuple(s.scored(score.value, score.reason, reward_s=seconds) for s in samples)
             except RolloutError as error:
                 error.add_note(f"sample {index} of group {prompt.group_id}")
                 raise

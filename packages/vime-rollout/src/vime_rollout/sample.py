@@ -154,6 +154,8 @@ class Sample:
         reward: The score, ``None`` until scored.
         reward_reason: Why the score is what it is; never empty for a score of 0.
         timings: Where the time went.
+        fork: Which record of its trajectory, from 0. A trajectory of several turns is one record as long as each turn
+            only appends; where earlier tokens would change, it goes on in a record of its own.
     """
 
     prompt_id: str
@@ -172,6 +174,7 @@ class Sample:
     reward: float | None = None
     reward_reason: str = ""
     timings: Timings = Timings()
+    fork: int = 0
 
     def __post_init__(self) -> None:
         """Check every invariant.
@@ -281,7 +284,7 @@ class SampleGroup:
 
     Args:
         prompt: The prompt.
-        samples: At least one, all of ``prompt.group_id``, with distinct indexes.
+        samples: At least one, all of ``prompt.group_id``, no two of one index and fork.
     """
 
     prompt: Prompt
@@ -291,16 +294,16 @@ class SampleGroup:
         """Check identity.
 
         Raises:
-            SampleError: When a sample belongs to another group, an index is there twice, or the group is empty.
+            SampleError: When a sample belongs to another group, is there twice, or the group is empty.
         """
         where = f"group {self.prompt.group_id}"
         if not self.samples:
             raise SampleError("sample group is empty", where=where, expected="at least one sample")
         if strangers := sorted({s.group_id for s in self.samples} - {self.prompt.group_id}):
             raise SampleError("samples of another group", where=where, seen=", ".join(strangers))
-        indexes = [s.index for s in self.samples]
-        if len(set(indexes)) != len(indexes):
-            raise SampleError("a sample is there twice", where=where, seen=f"indexes {indexes}")
+        records = [(s.index, s.fork) for s in self.samples]
+        if len(set(records)) != len(records):
+            raise SampleError("a sample is there twice", where=where, seen=f"(index, fork) {records}")
 
     def __len__(self) -> int:
         """Number of samples."""

@@ -15,16 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from vime_rollout.errors import EngineTimeoutError, RolloutError
+from vime_rollout.filters import GroupFilter, differing_rewards, reason_to_drop
 from vime_rollout.rollout import Rollout
 from vime_rollout.sample import Prompt, SampleGroup
-
-GroupFilter = Callable[[SampleGroup], str]
-"""Returns an empty string to keep a group, or the reason to drop it."""
-
-
-def differing_rewards(group: SampleGroup) -> str:
-    """Drop groups whose rewards are all equal; the reason names the reward."""
-    return f"all rewards are {group.rewards[0]:g}" if len(set(group.rewards)) == 1 else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +66,7 @@ class _Run:
         for task in sorted(done, key=lambda t: t.exception() is None):  # a failure goes first
             place = self.tasks.pop(task)
             group = task.result()
-            if reason := self._keep(group):
+            if reason := reason_to_drop(self._keep, group):
                 self.reasons[place] = reason
             else:
                 self.kept[place] = group

@@ -9,14 +9,12 @@ other failure of a reward function is a bug in it, and ends the step with the ca
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
 from typing import Any, Protocol
 
+from vime_rollout import dotted
 from vime_rollout.errors import RewardError
 from vime_rollout.sample import Sample
 
@@ -132,24 +130,9 @@ def load_function(path: str, options: Mapping[str, Any]) -> RewardFunction:
     Raises:
         RewardError: When it cannot be imported, is no async function, or does not take the options.
     """
-    module, _, attribute = path.rpartition(":" if ":" in path else ".")
-    where = f"reward {path}"
-    try:
-        function = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise RewardError(
-            "reward function cannot be imported",
-            where=where,
-            seen=f"{type(error).__name__}: {error}",
-            expected="package.module:function on the Python path",
-        ) from error
-    if not inspect.iscoroutinefunction(function):
-        raise RewardError("reward function is not async", where=where, expected="async def fn(sample) -> float")
-    try:
-        inspect.signature(function).bind("sample", **options)
-    except TypeError as error:
-        raise RewardError("reward function does not take its arguments", where=where, seen=str(error)) from error
-    return partial(function, **options)
+    kind, form = "reward function", "async def fn(sample: Sample) -> float | Score"
+    target = dotted.find(path, kind, RewardError)
+    return dotted.bind(target, path, kind, form, ("sample",), options=options, asynchronous=True, error=RewardError)
 
 
 def _name(sample: Sample) -> str:
