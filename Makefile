@@ -6,18 +6,19 @@ UV := .tools/bin/uv
 SYNC := .venv/.synced
 BIN := .venv/bin
 SOURCES := packages integration tools
-TYPED := $(wildcard packages/*/src) integration/src tools
+TYPED := $(wildcard packages/*/src) integration/src integration/matrix tools
 
 # Each process of a run imports torch, vLLM or both: from bytecode that takes seconds, from source half a minute.
 export PYTHONDONTWRITEBYTECODE :=
 export UV_PROJECT_ENVIRONMENT := .venv
 
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test check matrix format clean
 
 help:
 	@echo "make demo    train the demo model with GRPO on this machine's CPU (real vLLM, Megatron-Core and Ray)"
 	@echo "make test    everything that CI runs: lint, types, import rules, tests, coverage"
 	@echo "make check   the static part of make test"
+	@echo "make matrix  every combination of versions and pipelines that this machine can run; hours"
 	@echo "make format  apply the formatter and the safe lint fixes"
 
 setup: $(SYNC)
@@ -36,7 +37,7 @@ demo: $(SYNC)
 check: $(SYNC)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/mypy $(TYPED)
+	MYPYPATH=integration/matrix $(BIN)/mypy $(TYPED)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/hadolint $(wildcard docker/Dockerfile.*)
 	$(BIN)/shellcheck $(wildcard tools/*.sh tools/*/*.sh docker/*.sh)
@@ -47,6 +48,9 @@ test: check
 	$(BIN)/coverage run -m pytest -p no:cacheprovider
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+matrix: $(SYNC)
+	$(BIN)/python integration/matrix/cli.py run
 
 format: $(SYNC)
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -72,8 +72,6 @@ def make_environment(definition: Definition, cell: Cell, place: Place) -> tuple[
     python = target / "bin" / "python"
     log = place.folder / f"{cell.environment}.install.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    settings = definition.hatch["env-vars"]
-    environ = os.environ | {name: text.replace("{root}", str(FOLDER)) for name, text in settings.items()}
     steps: list[list[str]] = []
     if not python.exists():
         steps.append([str(place.uv), "venv", "--quiet", "--python", interpreter(cell.python, place.uv), str(target)])
@@ -82,7 +80,8 @@ def make_environment(definition: Definition, cell: Cell, place: Place) -> tuple[
     steps.append([str(place.uv), "pip", "install", "--python", str(python), *ours,
                   "--reinstall-package=vime-integration", *definition.dependencies(cell)])  # fmt: skip
     for command in steps:
-        status, _ = run_logged(command, log, INSTALL_DEADLINE_S, environ)
+        # From the matrix's folder: uv takes its settings from the pyproject.toml there.
+        status, _ = run_logged(command, log, INSTALL_DEADLINE_S, dict(os.environ), FOLDER)
         if status != 0:
             return None, f"cannot be installed: {tail(log)}"
     return python, ""
@@ -128,7 +127,7 @@ def record(cell: Cell, check: str, outcome: Outcome, place: Place, seconds: floa
 
 
 def run_logged(
-    command: Sequence[str], log: Path, deadline_s: float, environ: dict[str, str]
+    command: Sequence[str], log: Path, deadline_s: float, environ: dict[str, str], folder: Path = ROOT
 ) -> tuple[int | None, float]:
     """Run a command in a session of its own, its output in a file; end the whole group at the deadline.
 
@@ -138,7 +137,7 @@ def run_logged(
     began = time.monotonic()
     with log.open("wb") as stream:
         process = subprocess.Popen(  # noqa: S603 - uv and our own checks
-            list(command), stdout=stream, stderr=subprocess.STDOUT, env=environ, start_new_session=True, cwd=ROOT
+            list(command), stdout=stream, stderr=subprocess.STDOUT, env=environ, start_new_session=True, cwd=folder
         )
         status: int | None
         try:
