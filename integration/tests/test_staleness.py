@@ -13,7 +13,6 @@ from vime_integration.staleness import (
     lag_metrics,
     on_policy_field,
     settle_on_policy,
-    without_old_tokens,
 )
 from vime_rollout import Sample, SampleStatus, VersionSpan
 
@@ -46,12 +45,6 @@ def test_a_token_older_than_allowed_is_refused_by_name():
         check_lag([MIXED], 3, 1)
     with pytest.raises(PipelineError, match="not scored"):
         check_lag([sample((4, 0, 1), reward=None)], 4, 1)
-
-
-def test_old_tokens_leave_the_loss_mask_and_nothing_else_changes():
-    masked = without_old_tokens(MIXED, 4)
-    assert masked.loss_mask == (0, 0, 1, 1, 1)
-    assert (masked.tokens, masked.versions, masked.logprobs) == (MIXED.tokens, MIXED.versions, MIXED.logprobs)
 
 
 def test_lag_metrics_count_samples_and_tokens():

@@ -16,7 +16,7 @@ from vime_grpo import BatchRow, RunConfig, build_batch, group_advantages, split_
 from vime_megatron import TrainSequence
 from vime_rollout import Sample
 
-from vime_integration.staleness import ON_POLICY, check_lag, on_policy_field, without_old_tokens
+from vime_integration.staleness import ON_POLICY, check_lag, on_policy_field
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,6 @@ def make_batch(samples: Sequence[Sample], config: RunConfig, version: int, *, ma
         BatchError: The samples cannot make a batch.
     """
     check_lag(samples, version, max_lag)
-    if max_lag and config.rollout.mask_off_policy:
-        samples = [without_old_tokens(sample, version) for sample in samples]
     algorithm = config.algorithm
     groups = [sample.group_id for sample in samples]
     rewards = [float(sample.reward or 0.0) for sample in samples]
@@ -63,6 +61,8 @@ def make_batch(samples: Sequence[Sample], config: RunConfig, version: int, *, ma
         if max_lag:
             for row, position in zip(rows, positions, strict=True):
                 row.fields[ON_POLICY] = on_policy_field(samples[position], version)
+                if config.rollout.mask_off_policy:  # after normalisation: the denominators stay those of the batch
+                    row.fields["weight"] = row.fields["weight"] * row.fields[ON_POLICY]
         updates.append(tuple(rows))
     return RolloutBatch(version, tuple(updates))
 

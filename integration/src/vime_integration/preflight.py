@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vime_grpo import RunConfig
 from vime_megatron import check_model
-from vime_rollout import open_data_source
+from vime_rollout import load_filter, load_generate, load_source, open_data_source
 
 from vime_integration.errors import BundleError
 from vime_integration.translate import data_config, evaluation_data_config
@@ -31,10 +31,22 @@ def check_before_start(config: RunConfig) -> None:
     """
     check_model(config.model.path)
     # Token counts are the rollout's to check: it has the tokenizer, which takes seconds to load.
-    open_data_source(dataclasses.replace(data_config(config), max_prompt_tokens=None))
+    if config.data.kind != "custom":
+        open_data_source(dataclasses.replace(data_config(config), max_prompt_tokens=None))
+    _load_own_code(config)
     if config.evaluation.enabled:
         open_data_source(dataclasses.replace(evaluation_data_config(config), max_prompt_tokens=None))
     _check_disk(config)
+
+
+def _load_own_code(config: RunConfig) -> None:
+    """Find every function that the configuration names by its dotted path; one that cannot be called is told here."""
+    if config.rollout.filter:
+        load_filter(config.rollout.filter)
+    if config.rollout.generate:
+        load_generate(config.rollout.generate)
+    if config.data.kind == "custom":
+        load_source(config.data.source or "", config.data.options)
 
 
 def _check_disk(config: RunConfig) -> None:

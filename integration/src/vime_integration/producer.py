@@ -18,8 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from vime_rollout import DataBuffer, Prompt, SampleGroup
-from vime_rollout.experimental import GroupFilter
+from vime_rollout import DataBuffer, GroupFilter, Prompt, SampleGroup
 
 from vime_integration.admission import admissible
 from vime_integration.errors import PipelineError

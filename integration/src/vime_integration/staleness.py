@@ -9,7 +9,6 @@ Shapes: ``S`` tokens of a sample, ``t`` tokens of a packed micro-batch.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,15 +35,6 @@ def on_policy_field(sample: Sample, version: int) -> Tensor:
         if span.version == version:
             values_s[sample.prompt_length + span.start : sample.prompt_length + span.end] = 1.0
     return values_s
-
-
-def without_old_tokens(sample: Sample, version: int) -> Sample:
-    """Return the sample with a loss mask of 0 on every token that weights of another version sampled."""
-    mask = [0] * sample.response_length
-    for span in sample.versions:
-        if span.version == version:
-            mask[span.start : span.end] = sample.loss_mask[span.start : span.end]
-    return dataclasses.replace(sample, loss_mask=tuple(mask))
 
 
 def check_lag(samples: Sequence[Sample], version: int, max_lag: int) -> None:

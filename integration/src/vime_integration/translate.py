@@ -9,9 +9,6 @@ import dataclasses
 
 from vime_grpo import RunConfig
 from vime_rollout import DataConfig, RolloutConfig, RowKeys, SamplingParams
-from vime_rollout.experimental import GroupFilter, differing_rewards
-
-from vime_integration.errors import PipelineError
 
 
 def data_config(config: RunConfig) -> DataConfig:
@@ -62,18 +59,6 @@ def step_deadline(config: RunConfig) -> float:
     return (waves + 1) * section.request_deadline_s + config.reward.timeout_s
 
 
-def group_filter(config: RunConfig) -> GroupFilter | None:
-    """Return what decides about a group before it is trained on, or None when every group is.
-
-    Raises:
-        PipelineError: There is no such filter.
-    """
-    name = config.rollout.filter
-    if name not in (None, "differing_rewards"):
-        raise PipelineError("no such filter", where="rollout.filter", seen=name, expected="differing_rewards")
-    return None if name is None else differing_rewards
-
-
 def evaluation_data_config(config: RunConfig) -> DataConfig:
     """Return the data source of the evaluation: its own prompts, in order, with the run's template and lengths."""
     section = config.evaluation
@@ -91,10 +76,7 @@ def evaluation_data_config(config: RunConfig) -> DataConfig:
     )
 
 
-def evaluation_rollout_config(config: RunConfig) -> RolloutConfig:
-    """Return how the evaluation samples: the run's lengths, its own temperature and number of samples."""
-    section, training = config.evaluation, rollout_config(config)
-    sampling = dataclasses.replace(training.sampling, temperature=section.temperature, top_p=1.0, top_k=-1)
-    return dataclasses.replace(
-        training, samples_per_prompt=section.samples_per_prompt, sampling=sampling, seed=section.seed
-    )
+def evaluation_sampling(config: RunConfig) -> SamplingParams:
+    """Return how the evaluation samples: as training does, at a temperature of its own and from all tokens."""
+    sampling = rollout_config(config).sampling
+    return dataclasses.replace(sampling, temperature=config.evaluation.temperature, top_p=1.0, top_k=-1)

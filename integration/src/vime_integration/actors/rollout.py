@@ -18,15 +18,23 @@ import psutil
 import ray
 from vime_grpo import RunConfig, SampleRecord, batch_metrics, evaluation_metrics
 from vime_rollout import (
+    DataSource,
     Encoder,
     EngineClient,
     EnginePool,
-    EpochSource,
+    GenerateFunction,
+    GroupFilter,
+    Prompt,
     RemoteEngine,
     Reward,
     Rollout,
     SampleGroup,
+    evaluate,
+    evaluation_prompts,
+    load_filter,
+    load_generate,
     load_reward,
+    load_source,
     open_data_source,
     rollout_metrics,
     zero_reasons,
@@ -36,13 +44,14 @@ from vime_rollout.errors import EngineDeadError
 from vime_integration.actors.engine import EngineAddress
 from vime_integration.batches import make_batch
 from vime_integration.cluster import log_to_file
+from vime_integration.collector import Collector
 from vime_integration.errors import PipelineError
 from vime_integration.ledger import LedgerEntry
 from vime_integration.reading import records_of
 from vime_integration.translate import (
     data_config,
     evaluation_data_config,
-    evaluation_rollout_config,
+    evaluation_sampling,
     rollout_config,
 )
 
@@ -83,28 +92,33 @@ class RolloutActor:
         """Keep the configuration; ``start`` loads tokenizer, data and reward."""
         log_to_file(log)
         self._config = config
-        self._source: EpochSource | None = None
+        self._source: DataSource | None = None
+        self._keep: GroupFilter | None = None
+        self._generate: GenerateFunction | None = None
+        self._collector: Collector | None = None
+        self._questions: list[Prompt] = []
         self._encoder: Encoder | None = None
         self._reward: Reward | None = None
         self._rollout: Rollout | None = None
         self._engines: dict[str, RemoteEngine] = {}
         self._pool: EnginePool | None = None
 
-    async def start(self) -> int:
+    async def start(self) -> None:
         """Load the tokenizer, open the data and the reward.
 
-        Returns:
-            Number of prompts of one epoch.
-
         Raises:
-            RolloutError: The data, the tokenizer or the reward cannot be used.
+            RolloutError: The data, the tokenizer, the reward or other code of one's own cannot be used.
         """
         config = self._config
         self._encoder = Encoder(config.model.path)
-        self._source = open_data_source(data_config(config), self._encoder)
+        if config.data.kind == "custom":
+            self._source = load_source(config.data.source or "", config.data.options, encoder=self._encoder)
+        else:
+            self._source = open_data_source(data_config(config), self._encoder)
         name = config.reward.name or config.reward.path or ""
         self._reward = load_reward(name, timeout_s=config.reward.timeout_s, options=config.reward.options)
-        return len(self._source)
+        self._keep = load_filter(config.rollout.filter) if config.rollout.filter else None
+        self._generate = load_generate(config.rollout.generate) if config.rollout.generate else None
 
     async def connect(self, addresses: Sequence[EngineAddress]) -> None:
         """Connect to the engines.
@@ -133,7 +147,18 @@ class RolloutActor:
             return_deadline_s=section.start_deadline_s + self._config.sync.deadline_s,
             max_losses=section.restarts + 1,
         )
-        self._rollout = Rollout(self._pool, self._encoder, self._reward, rollout_config(self._config))
+        self._rollout = Rollout(
+            self._pool, self._encoder, self._reward, rollout_config(self._config), generate=self._generate
+        )
+        self._make_collector()
+
+    def _make_collector(self) -> None:
+        assert self._rollout is not None
+        assert self._source is not None
+        section = self._config.rollout
+        self._collector = Collector(
+            self._rollout, self._source, batch=section.batch_size, ahead=section.over_sample, keep=self._keep
+        )
 
     async def lost(self) -> dict[str, str]:
         """Return the engines that failed a request and are left out, with the reason of each."""
@@ -168,23 +193,22 @@ class RolloutActor:
             RolloutError: Generation or scoring failed.
             PipelineError: A sample is not what was asked for.
         """
-        assert self._rollout is not None
-        assert self._source is not None
+        assert self._collector is not None
         began = time.monotonic()
-        groups = await self._rollout.run(self._source.next(self._config.rollout.batch_size), version=version)
-        seconds = time.monotonic() - began
-        return self._report(groups, version, seconds, LedgerEntry([group.prompt.position for group in groups]))
+        collected = await self._collector.collect(version)
+        report = self._report(collected.groups, version, time.monotonic() - began, collected.ledger)
+        report.metrics.update(collected.metrics)
+        return report
 
     def _report(self, groups: list[SampleGroup], version: int, seconds: float, ledger: LedgerEntry) -> RolloutReport:
         """Put the batch of these groups into the object store and say what it is."""
-        assert self._source is not None
         config = self._config
         samples = [sample for group in groups for sample in group]
         batch = make_batch(samples, config, version, max_lag=self._max_lag)
         devices = len(self._engines) * config.engine.tensor_parallel
         metrics = rollout_metrics(groups, seconds=seconds, devices=devices)
         metrics |= batch_metrics([row for rows in batch.updates for row in rows])
-        metrics["rollout/epoch"] = float(self._source.epoch)
+        metrics["rollout/epoch"] = float(max(group.prompt.epoch for group in groups))
         metrics["rollout/samples"] = float(len(samples))
         records = records_of(samples, {g.prompt.group_id: g.prompt for g in groups}, config.tracking.samples)
         logger.info("version %d: %d samples in %.2f s", version, len(samples), seconds)
@@ -202,29 +226,41 @@ class RolloutActor:
         Raises:
             RolloutError: Generation or scoring failed.
         """
-        assert self._pool is not None
-        assert self._encoder is not None
-        assert self._reward is not None
-        section = self._config.evaluation
-        source = open_data_source(evaluation_data_config(self._config), self._encoder)
-        rollout = Rollout(self._pool, self._encoder, self._reward, evaluation_rollout_config(self._config))
-        groups = await rollout.run(source.next(len(source)), version=version)
+        assert self._rollout is not None
+        section, sampling = self._config.evaluation, evaluation_sampling(self._config)
+        if not self._questions:
+            self._questions = self._evaluation_questions()
+        groups = await evaluate(
+            self._rollout,
+            self._questions,
+            samples_per_prompt=section.samples_per_prompt,
+            sampling=sampling,
+            version=version,
+        )
         rewards = {group.prompt.group_id: group.rewards for group in groups}
         return evaluation_metrics(rewards, pass_k=section.pass_k, solved_at=section.solved_at)
 
+    def _evaluation_questions(self) -> list[Prompt]:
+        section = self._config.evaluation
+        if section.kind != "custom":
+            return evaluation_prompts(evaluation_data_config(self._config), self._encoder)
+        if section.size is None:
+            raise PipelineError("an evaluation source of one's own needs evaluation.size", expected="how many prompts")
+        return load_source(section.source or "", section.options, encoder=self._encoder).next(section.size)
+
     async def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, JSON values."""
-        assert self._source is not None
-        return self._source.state_dict()
+        """Return the position in the data and what was drawn from it and not used, as JSON values."""
+        assert self._collector is not None
+        return self._collector.state_dict()
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position in the data.
+        """Continue from a state.
 
         Raises:
             StateError: It belongs to other data.
         """
-        assert self._source is not None
-        self._source.load_state_dict(state)
+        assert self._collector is not None
+        self._collector.load_state_dict(state)
 
     async def stop(self) -> None:
         """End the reward's worker processes and close the connections."""

@@ -16,7 +16,7 @@ from vime_integration.actors.engine import EngineAddress
 from vime_integration.actors.rollout import RolloutActor, RolloutReport
 from vime_integration.producer import Producer
 from vime_integration.staleness import lag_metrics
-from vime_integration.translate import group_filter, step_deadline
+from vime_integration.translate import step_deadline
 
 
 class StreamingRolloutActor(RolloutActor):
@@ -46,7 +46,7 @@ class StreamingRolloutActor(RolloutActor):
             max_lag=pipeline.max_weight_lag,
             concurrency=section.concurrency,
             on_expired=pipeline.on_expired,
-            keep=group_filter(self._config),
+            keep=self._keep,
         )
 
     async def begin(self, version: int) -> None:
