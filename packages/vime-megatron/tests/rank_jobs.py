@@ -67,28 +67,34 @@ def _pieces(trainer):
     }
 
 
-def broken_rank(order, *, model, folder):
-    """One rank cannot write its checkpoint file: every rank must say so, and go on."""
-    trainer = _trainer(order, model, {"tensor_parallel": 2}, {"lr": 1e-2})
+def background(order, *, model, folder):
+    """A step runs while a checkpoint is written behind it; then one rank cannot write the next one."""
+    import resource
+    import signal
+
     from vime_megatron import CheckpointError
 
-    trainer.save(folder)
+    trainer = _trainer(order, model, {"tensor_parallel": 2}, {"lr": 1e-2})
+    batch = _conftest().make_batch()
+    trainer.step(batch, policy_loss)
+    handle = trainer.save(folder, asynchronous=True)
+    wanted = trainer.step(batch, policy_loss).loss
+    handle.wait(60.0)
     if order["rank"] == 1:
-        import resource
-        import signal
-
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
-    try:
-        trainer.save(folder)
-        said = ""
-    except CheckpointError as error:
-        said = str(error)
-    trainer.load(folder)
+    said = []
+    for asynchronous in (False, True):
+        try:
+            trainer.save(folder, asynchronous=asynchronous).wait(60.0)
+        except CheckpointError as error:
+            said.append(str(error))
+    trainer.load(folder)  # neither failure is raised again, and the first checkpoint is whole
+    found = trainer.step(batch, policy_loss).loss
     trainer.close()
     if order["rank"] == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return {"said": said}
+    return {"said": said, "wanted": wanted, "found": found}
 
 
 if "ORDER" in globals():

@@ -64,6 +64,7 @@ def test_a_save_that_died_between_the_renames_is_found(make_trainer, tiny, tmp_p
     trainer.save(tmp_path / "saved")
     (tmp_path / "saved").rename(tmp_path / ".saved.previous")
     trainer.load(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(make_trainer, tiny, tmp_path):
@@ -77,26 +78,52 @@ def test_a_folder_that_is_no_checkpoint_is_refused(make_trainer, tiny, tmp_path)
 def test_damage_is_noticed(make_trainer, tiny, tmp_path):
     trainer = make_trainer(tiny)
     trainer.save(tmp_path / "saved")
-    path = tmp_path / "saved" / "rank_00000.safetensors"
+    path = tmp_path / "saved" / "__0_0.distcp"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"damaged.*rank_00000\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"damaged.*__0_0\.distcp"):
         trainer.load(tmp_path / "saved")
     path.unlink()
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError, match="no such file"):
         trainer.load(tmp_path / "saved")
     (tmp_path / "saved" / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match="not JSON"):
         trainer.load(tmp_path / "saved")
+    (tmp_path / "saved" / "manifest.json").write_text('{"format": 1}')
+    with pytest.raises(CheckpointError, match="unknown checkpoint format"):
+        trainer.load(tmp_path / "saved")
 
 
-def test_another_layout_is_refused_by_name(make_trainer, tiny, tmp_path):
+def test_another_model_is_refused_by_name(make_trainer, tiny, model_of, tmp_path):
+    llama = model_of("llama")
     make_trainer(tiny).save(tmp_path / "saved")
     manifest = json.loads((tmp_path / "saved" / "manifest.json").read_text())
     assert manifest["step"] == 0
     with pytest.raises(CheckpointError, match="dtype"):
         make_trainer(tiny, dtype="bfloat16").load(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="architecture"):
+        make_trainer(llama).load(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tie_word_embeddings": True}, r"unexpected: model\.lm_head\.weight"),
+        ({"num_hidden_layers": 3}, r"missing: model\.model\.layers\.2\..*and \d+ more"),
+        ({"vocab_size": 60}, r"of another shape: model\.lm_head\.weight is \(61, 32\), not \(60, 32\)"),
+    ],
+)
+def test_what_does_not_fit_is_listed(make_trainer, tiny, tmp_path, change, said):
+    make_trainer(tiny).save(tmp_path / "saved")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(json.loads((tiny / "config.json").read_text()) | change))
+    trainer = make_trainer(other, random_weights=True)
+    before = {name: param.detach().clone() for name, param in trainer.params.items()}
+    with pytest.raises(CheckpointError, match=said):
+        trainer.load(tmp_path / "saved")
+    assert all(torch.equal(before[name], param) for name, param in trainer.params.items())
 
 
 def test_an_export_is_the_folder_again(make_trainer, tiny, tiny_tied, tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -36,6 +39,8 @@ def test_the_plan_counts_what_the_trainer_holds(make_trainer, model_of, batch, k
 def test_sharding_divides_the_plan(model_of):
     model = model_of("qwen3-moe")
     whole = plan_memory(TrainerConfig(model=model))
+    shared = plan_memory(TrainerConfig(model=model, context_parallel=2), world_size=2)
+    assert (shared.weights, 2 * shared.activations) == (whole.weights, pytest.approx(whole.activations, rel=1e-3))
     for name, world in (("tensor_parallel", 2), ("pipeline_parallel", 2), ("expert_parallel", 2)):
         part = plan_memory(TrainerConfig(model=model, **{name: 2}), world_size=world)
         assert 0.4 * whole.weights < part.weights < whole.weights, name
@@ -55,9 +60,25 @@ def test_a_folder_becomes_a_checkpoint_and_a_folder_again(tiny, tmp_path):
     trainer.load(tmp_path / "saved")
     trainer.close()
     assert "add --model" in call("convert", "--from", tmp_path / "saved", "--to", tmp_path / "hf", status=1)
-    call("convert", "--from", tmp_path / "saved", "--to", tmp_path / "hf", "--model", tiny)
+    said = call("convert", "--from", tmp_path / "saved", "--to", tmp_path / "hf", "--model", tiny)
+    assert "reading the checkpoint" in said
+    assert "writing the folder" in said
     wanted, found = (load_file(folder / "model.safetensors") for folder in (tiny, tmp_path / "hf"))
     assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_torchrun_shares_a_conversion(tiny, tmp_path):
+    """Two processes write a checkpoint, one reads it."""
+    run = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    order = ["convert", "--from", tiny, "--to", tmp_path / "saved", "--tensor", "2", "--dtype", "float32"]
+    command = [*run, "-m", "vime_megatron", *map(str, order), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("checkpoint at step 0") == 1
+    assert (tmp_path / "saved" / "__1_0.distcp").is_file()
+    call("convert", "--from", tmp_path / "saved", "--to", tmp_path / "hf", "--model", tiny)
+    wanted, found = (load_file(folder / "model.safetensors") for folder in (tiny, tmp_path / "hf"))
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 

@@ -1,6 +1,7 @@
 """Megatron-Core models and training for RL, from a Hugging Face folder and back."""
 
 from vime_megatron.batch import TokenLoss, TrainSequence
+from vime_megatron.checkpoint.handle import SaveHandle
 from vime_megatron.config import OptimizerSettings, TrainerConfig
 from vime_megatron.errors import (
     BatchError,
@@ -13,7 +14,8 @@ from vime_megatron.errors import (
 from vime_megatron.families import check_model
 from vime_megatron.families.shape import ModelShape
 from vime_megatron.losses import sft_loss
-from vime_megatron.trainer import MegatronTrainer, StepMetrics
+from vime_megatron.metrics import StepMetrics
+from vime_megatron.trainer import MegatronTrainer
 
 __all__ = [
     "BatchError",
@@ -24,6 +26,7 @@ __all__ = [
     "ModelShape",
     "OptimizerSettings",
     "PlatformError",
+    "SaveHandle",
     "StepMetrics",
     "TokenLoss",
     "TrainSequence",

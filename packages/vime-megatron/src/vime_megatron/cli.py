@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -34,6 +33,7 @@ def plan(
     gpus: Annotated[int, typer.Option(help="Number of GPUs.")] = 1,
     tensor: Annotated[int, typer.Option(help="Tensor-parallel size.")] = 1,
     pipeline: Annotated[int, typer.Option(help="Pipeline-parallel size.")] = 1,
+    context: Annotated[int, typer.Option(help="Context-parallel size.")] = 1,
     expert: Annotated[int, typer.Option(help="Expert-parallel size.")] = 1,
     tokens: Annotated[int, typer.Option(help="Token budget of a micro-batch.")] = 8192,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
@@ -48,6 +48,7 @@ def plan(
             model=model,
             tensor_parallel=tensor,
             pipeline_parallel=pipeline,
+            context_parallel=context,
             expert_parallel=expert,
             max_tokens_per_microbatch=tokens,
             dtype=cast("Dtype", dtype),
@@ -69,40 +70,31 @@ def convert(
     source: Annotated[Path, typer.Option("--from", help="Hugging Face folder, or a checkpoint.")],
     target: Annotated[Path, typer.Option("--to", help="Folder that appears when it is complete.")],
     model: Annotated[Path | None, typer.Option(help="The checkpoint's Hugging Face folder.")] = None,
-    tensor: Annotated[int, typer.Option(help="Tensor-parallel size, for a new checkpoint.")] = 1,
+    tensor: Annotated[int, typer.Option(help="Tensor-parallel size, under torchrun.")] = 1,
+    pipeline: Annotated[int, typer.Option(help="Pipeline-parallel size, under torchrun.")] = 1,
+    expert: Annotated[int, typer.Option(help="Expert-parallel size, under torchrun.")] = 1,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32, for a new checkpoint.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
     """Make a step-0 checkpoint of a Hugging Face folder, or a Hugging Face folder of a checkpoint.
 
-    A checkpoint of several ranks is read, and made, under torchrun with as many processes.
+    Any layout reads any other's checkpoint, so one process is enough for a model that fits in it; a larger one is
+    shared by the processes of torchrun.
     """
     with _readable_errors():
-        manifest = _manifest(source)
-        if manifest is None:
-            settings: dict[str, Any] = {"tensor_parallel": tensor, "dtype": dtype}
-            _run(TrainerConfig(model=source, device=cast("Any", device), **settings), None, target)
+        sizes = {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "expert_parallel": expert}
+        settings: dict[str, Any] = sizes | {"device": device}
+        if not (source / "manifest.json").is_file():
+            _run(TrainerConfig(model=source, dtype=cast("Dtype", dtype), **settings), None, target)
             return
+        from vime_megatron.checkpoint.folders import find
+
+        _, manifest = find(source)
         if model is None:
             raise CheckpointError(
                 "which model is it?", where=str(source), seen="a checkpoint", fix="add --model HF_FOLDER"
             )
-        sizes = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "dtype")
-        optimizer = OptimizerSettings(distributed=manifest["distributed_optimizer"])
-        settings = {name: manifest[name] for name in sizes}
-        _run(TrainerConfig(model=model, device=cast("Any", device), optimizer=optimizer, **settings), source, target)
-
-
-def _manifest(folder: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's manifest; ``None`` for a Hugging Face folder."""
-    path = folder / "manifest.json"
-    if not path.is_file():
-        return None
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError("the manifest is not JSON", where=str(path), seen=str(error)) from error
-    return found
+        _run(TrainerConfig(model=model, dtype=manifest["dtype"], **settings), source, target)
 
 
 def _run(config: TrainerConfig, checkpoint: Path | None, target: Path) -> None:
@@ -117,12 +109,36 @@ def _run(config: TrainerConfig, checkpoint: Path | None, target: Path) -> None:
         device_index=int(os.environ.get("LOCAL_RANK", "0")),
     )
     try:
-        if checkpoint is None:
-            trainer.save(target)
-        else:
-            trainer.load(checkpoint)
-            trainer.export_hf(target)
+        with _progress(shown=rank == 0) as stage:
+            if checkpoint is None:
+                trainer.save(target, progress=stage("writing the checkpoint"))
+            else:
+                trainer.load(checkpoint, progress=stage("reading the checkpoint"))
+                trainer.export_hf(target, progress=stage("writing the folder"))
     finally:
         trainer.close()
     if rank == 0:
         typer.echo(f"{target}: {'checkpoint at step 0' if checkpoint is None else 'Hugging Face folder'}")
+
+
+@contextmanager
+def _progress(*, shown: bool) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
+    """Show a bar for each stage, of the bytes of this rank's share.
+
+    Args:
+        shown: Only one rank of several shows it.
+
+    Yields:
+        Makes the callback of a stage from its name.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown) as bars:
+
+        def stage(text: str) -> Callable[[int, int], None]:
+            task = bars.add_task(text, total=None)
+            return lambda done, total: bars.update(task, completed=done, total=total)
+
+        yield stage

@@ -91,12 +91,13 @@ class TrainerConfig:
         model: Hugging Face folder with ``config.json`` and safetensors.
         tensor_parallel: Ranks that share each matrix.
         pipeline_parallel: Stages that share the layers.
-        context_parallel: Ranks that share each sequence; only 1 is built, more is refused.
+        context_parallel: Ranks that share each packed row: its tokens, and for attention its heads.
         expert_parallel: Ranks that share the experts of a mixture; refused for a model without experts.
         sequence_parallel: Shard activations between matrices over the tensor-parallel ranks.
         dtype: Type of the weights and activations; optimiser and gradients are float32.
         device: ``auto`` takes the GPU when there is one, else the CPU.
-        max_tokens_per_microbatch: Token budget of one packed micro-batch; a longer sequence goes alone.
+        max_tokens_per_microbatch: Token budget of one packed micro-batch, all context-parallel ranks that share it
+            together; a longer sequence goes alone.
         max_sequence_length: Longest sequence accepted; ``None`` takes the model's own limit.
         temperature: Divides the logits before the softmax, as the rollout's sampler did.
         logprob_chunk_tokens: Positions whose logits exist at one time; bounds the memory of the vocabulary projection.
@@ -141,12 +142,6 @@ class TrainerConfig:
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("max_tokens_per_microbatch", "logprob_chunk_tokens"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(
-            self.context_parallel == 1,
-            "context_parallel",
-            self.context_parallel,
-            "1: sequences are not split over ranks yet (max_tokens_per_microbatch and recompute='full' save memory)",
-        )
         _require(self.temperature > 0, "temperature", self.temperature, "a positive number (greedy has no gradient)")
         _require(self.timeout_s > 0, "timeout_s", self.timeout_s, "a positive number of seconds")
         _require(

@@ -24,6 +24,7 @@ from vime_megatron.batch import TokenLoss
 from vime_megatron.errors import BatchError
 from vime_megatron.logprobs import VocabShard, token_logprobs
 from vime_megatron.microbatch import MicroBatch
+from vime_megatron.model.context import gather_predictions
 from vime_megatron.model.policy import PolicyModel
 
 Finish = Callable[..., Any]
@@ -38,10 +39,18 @@ class Forward:
         shard: This rank's rows of the vocabulary.
         temperature: Divides the logits.
         max_tokens: Budget of a micro-batch.
+        context: Context-parallel group; ``None`` when rows are whole.
     """
 
     def __init__(
-        self, model: PolicyModel, wrapped: Any, *, shard: VocabShard, temperature: float, max_tokens: int
+        self,
+        model: PolicyModel,
+        wrapped: Any,
+        *,
+        shard: VocabShard,
+        temperature: float,
+        max_tokens: int,
+        context: Any = None,
     ) -> None:
         """Keep the parts; nothing runs yet."""
         self._model = model
@@ -49,6 +58,7 @@ class Forward:
         self._shard = shard
         self._temperature = temperature
         self._max_tokens = max_tokens
+        self._context = context
         model.config.finalize_model_grads_func = _finalize_sums
 
     def train(self, batches: Iterator[MicroBatch], count: int, loss: TokenLoss) -> list[dict[str, Tensor]]:
@@ -88,24 +98,30 @@ class Forward:
         return hidden_s1m, partial(finish, batch)
 
     def _logprobs(self, hidden_s1m: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Project the predicting positions onto the vocabulary, over the tensor-parallel ranks."""
+        """Project the predicting positions onto the vocabulary, over the tensor- and context-parallel ranks."""
         if self._model.config.sequence_parallel:
             hidden_s1m = tensor_parallel.gather_from_sequence_parallel_region(hidden_s1m)
         elif self._shard.group is not None:
             hidden_s1m = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_s1m)
-        return token_logprobs(
-            hidden_s1m[:, 0][batch.sources_k],
+        logprobs_c, entropy_c = token_logprobs(
+            hidden_s1m[:, 0][batch.sources_c],
             self._model.output_weight(),
-            batch.targets_k,
+            batch.targets_c,
             temperature=self._temperature,
             shard=self._shard,
         )
+        if self._context is None:
+            return logprobs_c, entropy_c
+        logprobs_k, entropy_k = (
+            gather_predictions(values_c, batch.shares, self._context) for values_c in (logprobs_c, entropy_c)
+        )
+        return logprobs_k, entropy_k
 
     def _training_loss(
         self, loss: TokenLoss, batch: MicroBatch, hidden_s1m: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logprobs_k, entropy_k = self._logprobs(hidden_s1m, batch)
-        tokens = torch.tensor(batch.targets_k.numel(), dtype=torch.int)
+        tokens = torch.tensor(sum(batch.shares), dtype=torch.int)
         if batch.idle:
             return logprobs_k.sum() + hidden_s1m.sum() * 0.0, tokens, {}
         value, sums = loss(logprobs_k, entropy_k, batch.fields_k)

@@ -63,7 +63,7 @@ def plan_memory(config: TrainerConfig, *, world_size: int = 1) -> MemoryPlan:
     """
     family, shape = load_family(config.model)
     stages, experts = config.pipeline_parallel, config.expert_parallel
-    check_layout(shape, config.tensor_parallel, stages, experts)
+    check_layout(shape, config.tensor_parallel, stages, experts, config.context_parallel)
     replicas = max(1, world_size // (config.tensor_parallel * stages))
     plans = []
     for stage in range(stages):
@@ -120,9 +120,10 @@ def _activations(config: TrainerConfig, shape: ModelShape, layers: int, width: i
         kept += 2 * chosen * residual  # the sorted copies of each token, in and out
     if config.recompute != "selective":
         kept += normed + activated
+    tokens = config.max_tokens_per_microbatch / config.context_parallel
     if config.recompute == "full":
-        return int(config.max_tokens_per_microbatch * width * (layers * residual + kept))
-    return int(config.max_tokens_per_microbatch * width * layers * kept)
+        return int(tokens * width * (layers * residual + kept))
+    return int(tokens * width * layers * kept)
 
 
 def count_parameters(shape: ModelShape) -> int:

@@ -85,6 +85,11 @@ class Parking:
         """What is on the host now."""
         return tuple(self._away)
 
+    def report(self) -> dict[str, float]:
+        """Return what is away and what is pinned, in GiB."""
+        away = sum(sum(moved.sizes) for moved in self._away.values() if moved.copied)
+        return {"offloaded_gib": away / 2**30, "pinned_gib": self._pinned / 2**30}
+
     def out(self, groups: dict[str, list[Tensor]]) -> MoveReport:
         """Release device memory.
 

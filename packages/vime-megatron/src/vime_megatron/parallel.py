@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from vime_megatron.config import TrainerConfig
 from vime_megatron.errors import TrainerError
 from vime_megatron.families.mapping import Layout, check_layout
 from vime_megatron.families.shape import ModelShape
+from vime_megatron.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -29,31 +31,53 @@ class Topology:
         layouts: What every rank holds, by global rank.
         dp_size: Data-parallel ranks, context parallelism left out.
         dp_rank: This rank's place among them.
+        cp_size: Context-parallel ranks, which share each row.
+        cp_rank: This rank's place among them.
+        cp_group: Context-parallel group, or ``None`` when it has one rank.
         tp_group: Tensor-parallel group, or ``None`` when it has one rank.
         rank: Global rank.
         world_size: Number of ranks.
+        timeout_s: Deadline of collective operations, in seconds.
     """
 
     layout: Layout
     layouts: tuple[Layout, ...]
     dp_size: int
     dp_rank: int
+    cp_size: int
+    cp_rank: int
+    cp_group: Any
     tp_group: Any
     rank: int
     world_size: int
+    timeout_s: float
 
     @property
     def counts_once(self) -> bool:
-        """This rank's loss is one of those whose sum is the global loss (tensor-parallel twins repeat it)."""
-        return self.layout.last_stage and self.layout.tp_rank == 0
+        """This rank's loss is one of those whose sum is the global one; tensor and context twins repeat it."""
+        return self.layout.last_stage and self.layout.tp_rank == 0 and self.cp_rank == 0
 
     def gather(self, value: Any) -> list[Any]:
         """Collect one small value from every rank, in rank order."""
+        return self.peers.gather(value)
+
+    @property
+    def peers(self) -> Peers:
+        """All ranks, in the group of the trainer's steps."""
+        return Peers(self.rank, self.world_size)
+
+    def background_peers(self) -> Peers:
+        """Return all ranks in a group of its own, for a thread that must not meet a step's collectives.
+
+        Every rank must call it, in the trainer's thread; the group is made once.
+        """
+        return Peers(self.rank, self.world_size, self._background_group)
+
+    @cached_property
+    def _background_group(self) -> Any:
         if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+            return None
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -103,7 +127,9 @@ def connect(
         rendezvous.
     """
     _check_world(config, rank=rank, world_size=world_size, init_method=init_method)
-    check_layout(shape, config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
+    check_layout(
+        shape, config.tensor_parallel, config.pipeline_parallel, config.expert_parallel, config.context_parallel
+    )
     options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=config.timeout_s)}
     if init_method is None:
         options["store"] = HashStore()
@@ -137,10 +163,11 @@ def _check_world(config: TrainerConfig, *, rank: int, world_size: int, init_meth
             seen=f"{world_size} ranks",
             expected=f"a multiple of tensor x pipeline x context = {share}",
         )
-    if world_size // share % config.expert_parallel:
+    replicas = world_size // (config.tensor_parallel * config.pipeline_parallel)
+    if replicas % config.expert_parallel:
         raise TrainerError(
-            "expert parallelism does not divide the data-parallel ranks",
-            seen=f"{world_size // share} data-parallel ranks",
+            "expert parallelism does not divide the data- and context-parallel ranks",
+            seen=f"{replicas} data- and context-parallel ranks",
             expected=f"a multiple of expert_parallel = {config.expert_parallel}",
         )
 
@@ -170,7 +197,11 @@ def _describe(config: TrainerConfig, shape: ModelShape, rank: int, world_size: i
         layouts=tuple(layouts),
         dp_size=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
+        cp_size=config.context_parallel,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_group=parallel_state.get_context_parallel_group() if config.context_parallel > 1 else None,
         tp_group=parallel_state.get_tensor_model_parallel_group() if config.tensor_parallel > 1 else None,
         rank=rank,
         world_size=world_size,
+        timeout_s=config.timeout_s,
     )

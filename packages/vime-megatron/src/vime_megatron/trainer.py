@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,52 +23,21 @@ from vime_megatron.config import TrainerConfig
 from vime_megatron.errors import TrainerError
 from vime_megatron.families import load_family
 from vime_megatron.families.mapping import checkpoint_names, placements
+from vime_megatron.metrics import MemoryMeter, StepMetrics, TrainerState, add_up
 from vime_megatron.offload import MOVABLE, Movable, MoveReport, Parking
 from vime_megatron.platform import select_platform
 
 if TYPE_CHECKING:
     from vime_sync import WeightSource
 
+    from vime_megatron.checkpoint.handle import SaveHandle
+    from vime_megatron.checkpoint.storage import Progress
     from vime_megatron.kernels import Kernels
     from vime_megatron.logprobs import VocabShard
     from vime_megatron.microbatch import MicroBatch
     from vime_megatron.model.core_attention import CoreAttention
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """What one optimiser step did, the same on every rank.
-
-    Attributes:
-        loss: The injected loss, summed over the global batch.
-        grad_norm: Global gradient norm before clipping.
-        lr: Learning rate of this update.
-        metrics: The loss's own sums.
-        tokens: Tokens of the global batch, prompts included.
-        seconds: Wall time of the step on this rank.
-        step: Updates done so far, this one included.
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    metrics: dict[str, float]
-    tokens: int
-    seconds: float
-    step: int
-
-
-@dataclass
-class TrainerState:
-    """What a checkpoint continues from, besides weights and optimiser.
-
-    Attributes:
-        step: Optimiser updates done.
-    """
-
-    step: int = 0
 
 
 class MegatronTrainer:
@@ -104,8 +72,10 @@ class MegatronTrainer:
         self.max_length = config.max_sequence_length or self.shape.max_positions
         self._platform = select_platform(config.device, device_index)
         self._parking = Parking(self._platform.device)
+        self._meter = MemoryMeter(self._platform.device)
         self._source_given = False
-        with self._platform.active():
+        self._saving: SaveHandle | None = None
+        with self._platform.active(), self._meter.phase("start"):
             self._build(rank, world_size, init_method)
 
     def _build(self, rank: int, world_size: int, init_method: str | None) -> None:
@@ -131,10 +101,13 @@ class MegatronTrainer:
 
     def _build_model(self, core: CoreAttention, kernels: Kernels, dtype: torch.dtype) -> None:
         from vime_megatron.forward import Forward
+        from vime_megatron.model.context import share_heads
         from vime_megatron.model.packing import inverse_frequencies
         from vime_megatron.model.policy import build_policy
 
         config, shape, layout = self.config, self.shape, self.topology.layout
+        if self.topology.cp_group is not None:
+            core = share_heads(core, self.topology.cp_group)
         self._platform.seed(config.seed)
         self._frequencies = inverse_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
         self.model = build_policy(
@@ -156,6 +129,7 @@ class MegatronTrainer:
             shard=self._vocab_shard(kernels),
             temperature=config.temperature,
             max_tokens=config.max_tokens_per_microbatch,
+            context=self.topology.cp_group,
         )
 
     def _load_weights(self) -> None:
@@ -213,20 +187,22 @@ class MegatronTrainer:
         started = time.perf_counter()
         self._at_home("step", *MOVABLE)
         with self._platform.active():
-            plan = self._plan(sequences)
-            self.ddp.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            batches = self._microbatches(sequences, plan, every_token=False)
-            sums = self._forward.train(batches, plan.count, loss)
-            norm_on_device = gradient_norm(self.optimizer, self._platform.device)  # queued before anything waits
-            totals = self._total(sums)
-            norm = float(norm_on_device)
+            with self._meter.phase("train"):
+                plan = self._plan(sequences)
+                self.ddp.zero_grad_buffer()
+                self.optimizer.zero_grad()
+                batches = self._microbatches(sequences, plan, every_token=False)
+                sums = self._forward.train(batches, plan.count, loss)
+                norm_on_device = gradient_norm(self.optimizer, self._platform.device)  # queued before anything waits
+                totals = add_up(sums, self.topology, self._platform.device)
+                norm = float(norm_on_device)
             check_finite(self.ddp, self.topology, loss=totals["loss"], norm=norm)
             self.scheduler.step(increment=1)
             lr = float(self.optimizer.param_groups[0]["lr"])
             limit = self.config.optimizer.clip_grad
-            apply_update(self.optimizer, norm=norm, limit=limit, device=self._platform.device)
-            self._platform.synchronize()
+            with self._meter.phase("update"):
+                apply_update(self.optimizer, norm=norm, limit=limit, device=self._platform.device)
+                self._platform.synchronize()
         self.state.step += 1
         return StepMetrics(
             loss=totals.pop("loss"),
@@ -252,7 +228,7 @@ class MegatronTrainer:
             BatchError: The batch cannot be used.
         """
         self._at_home("compute log-probabilities", "weights")
-        with self._platform.active():
+        with self._platform.active(), self._meter.phase("logprobs"):
             plan = self._plan(sequences)
             results = self._forward.score(self._microbatches(sequences, plan, every_token=True), plan.count)
             results = self.topology.from_last_stage(results)
@@ -292,7 +268,7 @@ class MegatronTrainer:
                 seen="source() has given out their addresses",
                 fix="offload gradients and optimizer only",
             )
-        with self._platform.active():
+        with self._platform.active(), self._meter.phase("offload"):
             self.optimizer.zero_grad()
             groups = self._movable()
             return self._parking.out({kind: groups[kind] for kind in kinds})
@@ -312,7 +288,7 @@ class MegatronTrainer:
         from vime_megatron.offload import check_kinds
 
         kinds = check_kinds(self._parking.away if what is None else what, self._parking.away, leaving=False)
-        with self._platform.active():
+        with self._platform.active(), self._meter.phase("onload"):
             return self._parking.back(kinds)
 
     def _movable(self) -> dict[str, list[Tensor]]:
@@ -337,42 +313,72 @@ class MegatronTrainer:
                 fix="call onload() first",
             )
 
-    def save(self, folder: Path | str) -> None:
+    def save(
+        self,
+        folder: Path | str,
+        *,
+        asynchronous: bool = False,
+        keep: int | None = None,
+        progress: Progress | None = None,
+    ) -> SaveHandle:
         """Publish a checkpoint at ``folder``: weights, optimiser, schedule, random state and step counter.
 
         It is written beside ``folder`` and renamed when it is complete and on disk; until then a checkpoint that is
-        there stays valid. Every rank must call it, with the same folder on a shared file system.
+        there stays valid. Every rank must call it, with the same arguments and a folder on a shared file system. A save
+        that is still running is waited for first.
 
         Args:
             folder: Where the checkpoint will be.
+            asynchronous: Return as soon as the state is copied to host memory; a thread does the rest.
+            keep: Afterwards delete checkpoints beside ``folder`` whose names differ from its name in a lower number at
+                the end, but for the newest; ``keep`` counts the new one. ``None`` deletes nothing.
+            progress: Told the bytes that this rank has written and those that it will.
+
+        Returns:
+            The save; already complete unless it is asynchronous.
 
         Raises:
-            CheckpointError: A rank could not write (on every rank); nothing was published.
+            CheckpointError: A rank could not write (on every rank), nothing was published; or an earlier asynchronous
+                save failed and nobody has been told.
+            TrainerError: State is offloaded, or ``keep`` is not positive.
         """
-        from vime_megatron.checkpoint import save_checkpoint
+        from vime_megatron.checkpoint.save import save_checkpoint
 
         self._at_home("save", "optimizer", "weights")
-        with self._platform.active():
-            save_checkpoint(self, Path(folder))
+        self._settle_save()
+        with self._platform.active(), self._meter.phase("save"):
+            self._saving = save_checkpoint(self, Path(folder), asynchronous=asynchronous, keep=keep, progress=progress)
+        return self._saving
 
-    def load(self, folder: Path | str) -> None:
+    def load(self, folder: Path | str, *, progress: Progress | None = None) -> None:
         """Continue from a checkpoint: exactly in the layout that wrote it, up to rounding in another.
 
-        Another layout draws new random numbers, and cannot read the shards of a distributed optimiser.
+        Every rank must call it. Another layout draws new random numbers.
 
         Args:
             folder: What :meth:`save` published.
+            progress: Told the bytes that this rank has read and those that it will.
 
         Raises:
-            CheckpointError: There is no valid checkpoint, a file fails its checksum, or layout or model differ.
+            CheckpointError: There is no valid checkpoint, a file fails its checksum, or it is of another model; the
+                text lists missing and unexpected tensors. Nothing was loaded.
         """
-        from vime_megatron.checkpoint import load_checkpoint
+        from vime_megatron.checkpoint.load import load_checkpoint
 
         self._at_home("load", "optimizer", "weights")
-        with self._platform.active():
-            load_checkpoint(self, Path(folder))
+        self._settle_save()
+        with self._platform.active(), self._meter.phase("load"):
+            load_checkpoint(self, Path(folder), progress)
 
-    def export_hf(self, folder: Path | str, *, max_file_bytes: int = 5 * 10**9) -> None:
+    def _settle_save(self) -> None:
+        """Wait for a save in the background, and raise its failure if nobody has been told."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.settle(self.config.timeout_s)
+
+    def export_hf(
+        self, folder: Path | str, *, max_file_bytes: int = 5 * 10**9, progress: Progress | None = None
+    ) -> None:
         """Write the weights as a Hugging Face folder, with the source folder's configuration and tokenizer.
 
         Every rank must call it; rank 0 writes.
@@ -380,31 +386,39 @@ class MegatronTrainer:
         Args:
             folder: Appears when it is complete; replaces one that is there.
             max_file_bytes: Largest safetensors file.
+            progress: Told, on rank 0, the bytes that are written and those in all.
 
         Raises:
             CheckpointError: Rank 0 could not write (on every rank).
         """
-        from vime_megatron.checkpoint import publish
-        from vime_megatron.weights.writer import copy_companions, gather_tensors, write_tensors
+        from vime_megatron.weights.export import export_folder
 
         self._at_home("export", "weights")
-        placed = [placements(self._family.rules, self.shape, layout) for layout in self.topology.layouts]
-        tensors = gather_tensors(self.params, placed, rank=self.topology.rank, device=self._platform.device)
+        with self._platform.active(), self._meter.phase("export"):
+            export_folder(self, Path(folder), max_file_bytes=max_file_bytes, progress=progress)
 
-        def write(temporary: Path) -> None:
-            if self.topology.rank == 0:
-                write_tensors(temporary, tensors, max_file_bytes=max_file_bytes)
-                copy_companions(self.config.model, temporary)
-            else:
-                for _nothing in tensors:
-                    pass
+    def memory(self) -> dict[str, float]:
+        """Report this rank's memory, in GiB.
 
-        with self._platform.active():
-            publish(self.topology, Path(folder), write)
+        Returns:
+            ``host_gib``, ``device_gib`` and ``device_reserved_gib``: resident, allocated and held by the allocator now.
+            ``host_gib.<phase>`` and ``device_peak_gib.<phase>``: the highest so far of each phase that has run, among
+            ``start``, ``train``, ``update``, ``logprobs``, ``offload``, ``onload``, ``save``, ``load`` and ``export``.
+            ``offloaded_gib`` and ``pinned_gib``: state that is on the host now, and the pinned memory kept for it. On a
+            CPU there are no entries for the device.
+        """
+        return self._meter.report() | self._parking.report()
 
     def close(self) -> None:
-        """Leave the process groups; the trainer is not usable afterwards."""
-        self.topology.close()
+        """Leave the process groups; the trainer is not usable afterwards.
+
+        Raises:
+            CheckpointError: A save in the background failed and nobody has been told.
+        """
+        try:
+            self._settle_save()
+        finally:
+            self.topology.close()
 
     def owns(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is a view of the long-lived weight buffers."""
@@ -425,27 +439,15 @@ class MegatronTrainer:
     ) -> Iterator[MicroBatch]:
         from vime_megatron.microbatch import build_microbatch
 
-        for indices in plan.microbatches[self.topology.dp_rank]:
+        topology = self.topology
+        sequence = self.config.tensor_parallel if self.config.sequence_parallel else 1
+        for indices in plan.microbatches[topology.dp_rank]:
             yield build_microbatch(
                 sequences,
                 indices,
                 inverse_frequencies=self._frequencies,
                 device=self._platform.device,
-                multiple=self.config.tensor_parallel if self.config.sequence_parallel else 1,
+                multiple=topology.cp_size * sequence,
                 every_token=every_token,
+                context=(topology.cp_rank, topology.cp_size),
             )
-
-    def _total(self, sums: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """Add the micro-batches of all ranks, in rank order and double precision."""
-        mine: dict[str, float] = {}
-        named = [(name, value) for values in sums for name, value in values.items()]
-        device = self._platform.device
-        values_n = [value.to(device, torch.float64).reshape(()) for _name, value in named]
-        numbers = torch.stack(values_n).tolist() if named else []  # one wait for the device, not one for each
-        for (name, _value), number in zip(named, numbers, strict=True):
-            mine[name] = mine.get(name, 0.0) + number
-        totals: dict[str, float] = {"loss": 0.0}
-        for theirs in self.topology.gather(mine if self.topology.counts_once else {}):
-            for name, value in theirs.items():
-                totals[name] = totals.get(name, 0.0) + value
-        return totals

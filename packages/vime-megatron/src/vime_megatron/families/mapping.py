@@ -122,7 +122,7 @@ def padded_vocab(shape: ModelShape, tp_size: int) -> int:
     return -(-shape.vocab // tp_size) * tp_size
 
 
-def check_layout(shape: ModelShape, tp_size: int, pp_size: int, ep_size: int = 1) -> None:
+def check_layout(shape: ModelShape, tp_size: int, pp_size: int, ep_size: int = 1, cp_size: int = 1) -> None:
     """Refuse parallel sizes that do not divide the model.
 
     Args:
@@ -130,6 +130,7 @@ def check_layout(shape: ModelShape, tp_size: int, pp_size: int, ep_size: int = 1
         tp_size: Tensor-parallel size.
         pp_size: Pipeline-parallel size.
         ep_size: Expert-parallel size.
+        cp_size: Context-parallel size.
 
     Raises:
         ModelError: A size does not divide, or there is nothing for it to divide; the text says which.
@@ -138,6 +139,14 @@ def check_layout(shape: ModelShape, tp_size: int, pp_size: int, ep_size: int = 1
     wrong = [f"{name} = {value}" for name, value in sizes.items() if value % tp_size]
     if wrong:
         raise ModelError("tensor parallelism does not divide the model", seen=", ".join(wrong), expected=f"x {tp_size}")
+    heads, groups = shape.heads // tp_size, shape.kv_heads // tp_size
+    if heads % cp_size or (groups % cp_size and cp_size % groups):
+        raise ModelError(
+            "context parallelism does not divide the heads",
+            where="context_parallel",
+            seen=f"{heads} query heads and {groups} key/value heads on each tensor-parallel rank",
+            expected=f"query heads that {cp_size} divides, and key/value heads that it divides or is a multiple of",
+        )
     if shape.layers % pp_size:
         seen, expected = f"{shape.layers} layers", f"a multiple of {pp_size}"
         raise ModelError("pipeline parallelism does not divide the model", seen=seen, expected=expected)

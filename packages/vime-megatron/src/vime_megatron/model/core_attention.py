@@ -61,7 +61,7 @@ def sdpa_attention(q_the: Tensor, k_tge: Tensor, v_tge: Tensor, row: PackedToken
 
 def _uniform(row: PackedTokens) -> bool:
     """Tell whether all documents have one length, so that the row is a batch as it lies."""
-    return len(row.groups) == 1 and row.groups[0].numel() == row.tokens_1t.numel()
+    return len(row.groups) == 1 and row.groups[0].numel() == row.ungroup_t.numel()
 
 
 def _attend(q_nlhe: Tensor, k_nlge: Tensor, v_nlge: Tensor) -> Tensor:

@@ -7,14 +7,18 @@ For a core attention that knows no borders the documents are also dealt into gro
 its longest: under a causal mask what is right of a document is never seen by it, so padding on the right needs no mask
 tensor. A padding slot repeats the document's own last token, so that not even a NaN can cross.
 
-Suffixes: ``t`` tokens of the row, ``d`` half a head, ``n`` documents of a group, ``l`` its longest length.
+Under context parallelism a rank is given a slice of the row's tokens, with their positions and angles; the borders and
+groups stay those of the whole row, which attention sees (:mod:`vime_megatron.model.context`).
+
+Suffixes: ``t`` tokens of the row (or of a rank's slice), ``d`` half a head, ``n`` documents of a group, ``l`` its
+longest length.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,6 +83,28 @@ def pack(documents: Sequence[Tensor], *, inverse_frequencies: Tensor, device: to
         longest=max(lengths),
         groups=tuple(upload(group, device) for group in groups),
         ungroup_t=upload(ungroup_t, device),
+    )
+
+
+def slice_row(row: PackedTokens, rank: int, ranks: int) -> PackedTokens:
+    """Take one context-parallel rank's tokens of a row.
+
+    Args:
+        row: The whole row; its length is a multiple of ``ranks``.
+        rank: Which slice.
+        ranks: Number of slices.
+
+    Returns:
+        The row with the tokens, positions and angles of the slice; what attention needs is left whole.
+    """
+    each = row.tokens_1t.shape[1] // ranks
+    own = slice(rank * each, (rank + 1) * each)
+    return replace(
+        row,
+        tokens_1t=row.tokens_1t[:, own],
+        positions_t=row.positions_t[own],
+        cos_td=row.cos_td[own],
+        sin_td=row.sin_td[own],
     )
 
 
