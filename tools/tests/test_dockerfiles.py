@@ -116,6 +116,25 @@ def test_the_readme_knows_the_file_and_its_base(path: Path) -> None:
     assert "--build-arg" in readme
 
 
+@each
+def test_a_base_without_its_digest_is_said_to_be_unresolved(path: Path) -> None:
+    base = next(text for name, text in instructions(path) if name == "ARG" and text.startswith("BASE_IMAGE="))
+    row = next(
+        line
+        for line in (ROOT / "docker" / "README.md").read_text().splitlines()
+        if line.startswith(f"| `{path.name}` |")
+    )
+    pinned = re.search(r"@sha256:[0-9a-f]{64}$", base)
+    assert ("unresolved" in row) != bool(pinned), "the table says of every base whether its digest is known"
+
+
+def test_the_readme_lists_the_stages_of_the_acceptance() -> None:
+    from vime_integration.accept import STAGES
+
+    readme = (ROOT / "docker" / "README.md").read_text().partition("## Accept")[2]
+    assert [stage.name for stage in STAGES if f"`{stage.name}`" not in readme] == []
+
+
 def test_the_readme_lists_the_groups_that_the_tool_has() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "tools/verify_image.py", "--help"],

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from verify import versions
+from verify.context import VLLM_WINDOW
 
 numbers = st.integers(0, 30)
 releases = st.lists(numbers, min_size=1, max_size=4).map(lambda parts: ".".join(map(str, parts)))
@@ -60,3 +61,9 @@ def test_ranges_of_the_images(version: str, specifier: str, inside: bool) -> Non
 def test_what_it_cannot_read_is_an_error(version: str, specifier: str) -> None:
     with pytest.raises(ValueError, match="is not a version"):
         versions.matches(version, specifier)
+
+
+def test_the_doctor_supports_the_same_releases_of_vllm_as_the_images() -> None:
+    from vime_integration.doctor.packages import VLLM_WINDOW as OF_THE_DOCTOR
+
+    assert VLLM_WINDOW == OF_THE_DOCTOR
