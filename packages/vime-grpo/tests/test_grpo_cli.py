@@ -199,6 +199,7 @@ def test_an_unexpected_error_keeps_its_traceback(run_toml: Path, install: Instal
 
 def test_config_reference_is_printed() -> None:
     assert invoke("config-reference").stdout == config_reference()
+    assert "| `algorithm.correction` | `tis` | `vime_grpo.correction.truncated` |" in invoke("papers").stdout
 
 
 def test_the_installed_command_answers_fast_and_without_torch(run_toml: Path) -> None:

@@ -13,11 +13,11 @@ from typing import Literal, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vime_grpo import advantages, batch, correction, kl, losses
 from vime_grpo.config import AlgorithmSection, RunConfig, config_from_dict, config_reference, load_config, save_config
 from vime_grpo.config.schema import fields
 from vime_grpo.config.toml import dump_toml, parse_scalar
 from vime_grpo.errors import ConfigError, GrpoError
+from vime_grpo.papers import REGISTRIES, paper_index
 
 Edit = Callable[[str, str], Path]
 
@@ -74,19 +74,10 @@ def test_every_setting_has_a_doc_and_optional_ones_default_to_nothing() -> None:
             assert field.default is None, f"{section}.{key}: TOML cannot say null, so only a default can mean it"
 
 
-@pytest.mark.parametrize(
-    ("key", "registry"),
-    [
-        ("advantage", advantages.ADVANTAGES),
-        ("policy_loss", losses.POLICY_LOSSES),
-        ("kl_kind", kl.KL_KINDS),
-        ("loss_aggregation", batch.AGGREGATIONS),
-        ("correction", correction.CORRECTIONS),
-    ],
-)
-def test_choices_are_exactly_what_is_registered(key: str, registry: object) -> None:
-    annotation = AlgorithmSection.model_fields[key].annotation
-    assert annotation == Literal[registry.names()]
+@pytest.mark.parametrize("setting", REGISTRIES)
+def test_choices_are_exactly_what_is_registered(setting: str) -> None:
+    annotation = AlgorithmSection.model_fields[setting.removeprefix("algorithm.")].annotation
+    assert annotation == Literal[REGISTRIES[setting].names()]
 
 
 def test_overrides_are_typed_and_the_last_one_wins(run_toml: Path) -> None:
@@ -222,6 +213,13 @@ def test_importing_the_configuration_imports_no_torch() -> None:
 def test_reference_page_is_current() -> None:
     page = Path(__file__).parents[1] / "CONFIG.md"
     assert page.read_text(encoding="utf-8") == config_reference(), "run: vime-grpo config-reference > CONFIG.md"
+
+
+def test_paper_index_is_current_and_every_choice_has_a_paper() -> None:
+    page = Path(__file__).parents[1] / "PAPERS.md"
+    assert page.read_text(encoding="utf-8") == paper_index(), "run: vime-grpo papers > PAPERS.md"
+    for registry in REGISTRIES.values():
+        assert all(entry.paper for entry in registry)
 
 
 def test_errors_survive_pickling() -> None:

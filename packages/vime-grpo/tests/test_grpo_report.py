@@ -120,6 +120,7 @@ def test_charts_are_whole_and_their_identities_unique(html: str, page: Page) -> 
     titles = page.texts["h3"]
     for title in (
         "Reward",
+        "Reward over time",
         "Evaluation",
         "Difference of log-probabilities between trainer and engine",
         "KL",
@@ -155,7 +156,7 @@ def test_a_run_of_one_step_without_samples_or_configuration(tmp_path: Path) -> N
         writer.write(1, {"rollout/raw_reward": 0.0, "perf/step_time": 1.0, "train/train_rollout_logprob_abs_diff": 0.0})
     page = Page(write_report(tmp_path / "run", tmp_path / "out" / "page.html").read_text())
     assert "None were kept (tracking.samples)." in page.texts["p"]
-    assert sum(tag == "svg" for tag, _ in page.elements) == 2
+    assert sum(tag == "svg" for tag, _ in page.elements) == 3
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["page.html"]
 
 

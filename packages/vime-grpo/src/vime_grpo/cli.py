@@ -114,6 +114,14 @@ def reference() -> None:
     typer.echo(config_reference(), nl=False)
 
 
+@app.command()
+def papers() -> None:
+    """Print which paper each choice of the objective comes from, as Markdown."""
+    from vime_grpo.papers import paper_index  # needs torch
+
+    typer.echo(paper_index(), nl=False)
+
+
 def _resolve(config: Path | None, overrides: list[str], resume: Path | None) -> RunConfig:
     if resume is not None:
         saved = resume / "config.toml"

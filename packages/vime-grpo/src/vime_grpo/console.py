@@ -27,8 +27,10 @@ _BARS = "▁▂▃▄▅▆▇█"
 #: (label, metric, format) of the values that the displays show.
 SHOWN = (
     ("reward", REWARD, ".3f"),
+    ("evaluation", "eval/reward", ".3f"),
     ("tokens/s/device", THROUGHPUT, ",.0f"),
     ("logprob difference", DIFFERENCE, ".1e"),
+    ("lag", "rollout/lag/mean", ".2f"),
     ("response tokens", "rollout/response_len/mean", ".1f"),
     ("gradient norm", "train/grad_norm", ".3f"),
     ("step seconds", "perf/step_time", ".1f"),

@@ -27,22 +27,25 @@ _SOURCES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "jsonl": (("path",), ()),
     "parquet": (("path",), ()),
     "reasoning_gym": (("task", "size"), ("task_config",)),
-    "custom": (("source",), ("options", "size", "path")),
+    "custom": (("source",), ("options",)),
 }
 
 
-def check_source(section: Section, name: str, kind: str) -> None:
+def check_source(section: Section, name: str, kind: str, *, finite: bool = False) -> None:
     """Check that a kind of prompt source has the settings that it needs, and none that it would ignore.
 
     Args:
         section: The section that describes the source.
         name: The section's name, for the text.
         kind: The kind of source.
+        finite: Whether the number of prompts must be known: a source of one's own may have no end.
 
     Raises:
         ValueError: A setting is missing, or would be ignored.
     """
     needed, optional = _SOURCES[kind]
+    if finite and kind == "custom":
+        needed = (*needed, "size")
     known = dict.fromkeys(key for keys in _SOURCES.values() for group in keys for key in group)
     missing = [f"{name}.{key}" for key in needed if getattr(section, key) is None]
     unused = [f"{name}.{key}" for key in known if key not in (*needed, *optional) and getattr(section, key)]
@@ -68,13 +71,11 @@ class DataSection(Section):
         default="jsonl",
         description="Source of the prompts: a file, a reasoning-gym task that makes them, or a class of your own.",
     )
-    path: FilePath | None = Field(
-        default=None, description="The file, for the kinds jsonl and parquet; a source of your own may use it too."
-    )
+    path: FilePath | None = Field(default=None, description="The file, for the kinds jsonl and parquet.")
     source: DottedPath | None = Field(
         default=None,
-        description="Dotted path of your own data source, `package.module:Name`, for the kind custom: called with the "
-        "options as keyword arguments, it returns an object with vime-rollout's `DataSource` methods.",
+        description="Dotted path of your own data source, `package.module:Name`, for the kind custom: a class with the "
+        "methods of vime-rollout's `DataSource`, made with the options as keyword arguments.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of your own data source.")
     prompt_key: str = Field(

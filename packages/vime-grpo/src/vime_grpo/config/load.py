@@ -72,8 +72,7 @@ def config_from_dict(raw: Mapping[str, Any], *, base_folder: Path | None = None,
 def _check_prompt_files(config: RunConfig, file: Path) -> None:
     for name, section in (("data", config.data), ("evaluation", config.evaluation)):
         unused = isinstance(section, EvaluationSection) and not section.enabled
-        # What a source of the user's own makes of its path is its own affair.
-        if section.path is not None and section.kind != "custom" and not unused and not section.path.is_file():
+        if section.path is not None and not unused and not section.path.is_file():
             raise ConfigError("the data file does not exist", where=f"{file}, {name}.path", seen=str(section.path))
 
 

@@ -176,9 +176,9 @@ class SyncSection(Section):
 
     transport: Literal["auto", "shm", "ipc", "collective", "disk"] = Field(
         default="auto",
-        description="Carrier of the weights: POSIX shared memory (shm) or GPU memory handles (ipc) on one host, "
-        "collective operations or a shared folder (disk) between hosts. auto takes ipc where trainer and engines "
-        "share GPUs, else shm on one host.",
+        description="Carrier of the weights: POSIX shared memory (shm, CPU) or handles of GPU memory (ipc) on one "
+        "host, collective operations or a shared folder (disk) between hosts. auto takes what fits the placement, but "
+        "never the folder.",
     )
     mode: Literal["auto", "copy", "alias"] = Field(
         default="auto",
@@ -189,6 +189,15 @@ class SyncSection(Section):
     digest: Literal["off", "sampled", "full"] = Field(
         default="full", description="How much of every tensor is digested by the trainer and checked by the engines."
     )
+
+    @model_validator(mode="after")
+    def _only_mapped_memory_is_shared(self) -> SyncSection:
+        if self.mode == "alias" and self.transport in ("collective", "disk"):
+            raise ValueError(
+                f'sync.mode = "alias" lets engines run on the trainer\'s memory, which sync.transport = '
+                f'"{self.transport}" does not map; use "auto", "shm" or "ipc"'
+            )
+        return self
 
 
 class PipelineSection(Section):

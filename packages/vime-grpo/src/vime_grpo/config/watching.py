@@ -30,7 +30,9 @@ class EvaluationSection(Section):
     label_key: str | None = Field(default=None, description="Key of the reference answer, as data.label_key.")
     task: str | None = Field(default=None, description="Name of the reasoning-gym task.")
     task_config: dict[str, Any] = Field(default_factory=dict, description="Settings of the reasoning-gym task.")
-    size: Count | None = Field(default=None, description="Number of prompts; required for the kind reasoning_gym.")
+    size: Count | None = Field(
+        default=None, description="Number of prompts; required for the kinds reasoning_gym and custom."
+    )
     seed: NonNegativeInt = Field(
         default=1_000_003, description="Seed of the task's problems; another one than data.seed gives other problems."
     )
@@ -56,7 +58,7 @@ class EvaluationSection(Section):
     def _can_be_evaluated(self) -> EvaluationSection:
         if not self.enabled:
             return self
-        check_source(self, "evaluation", self.kind)
+        check_source(self, "evaluation", self.kind, finite=True)
         if max(self.pass_k) > self.samples_per_prompt:
             raise ValueError(
                 f"evaluation.pass_k asks for pass@{max(self.pass_k)}, which needs as many samples of a prompt; "

@@ -36,6 +36,7 @@ class Chart:
         unit: What the vertical axis counts.
         metrics: Patterns of whole names of metrics, in the order in which they are drawn.
         draw: Draws the metrics that the run has on a matplotlib ``Axes``.
+        across: What the horizontal axis counts.
         log: Logarithmic vertical axis.
     """
 
@@ -43,6 +44,7 @@ class Chart:
     unit: str
     metrics: tuple[str, ...]
     draw: Callable[[Any, Rows, Sequence[str]], None]
+    across: str = "step"
     log: bool = False
 
     def names(self, rows: Rows) -> list[str]:
@@ -93,6 +95,11 @@ def _lines(axes: Any, rows: Rows, names: Sequence[str]) -> None:
             axes.plot(steps, running_mean(values, len(values) // 20), color=color, linewidth=1.6, label=name)
 
 
+def _over_time(axes: Any, rows: Rows, names: Sequence[str]) -> None:
+    ends = itertools.accumulate(row.get("perf/step_time", 0.0) / 3600 for row in rows)
+    _lines(axes, [{**row, "step": hours} for row, hours in zip(rows, ends, strict=True)], names)
+
+
 def _stacked(axes: Any, rows: Rows, names: Sequence[str]) -> None:
     names = [name for name in names if name not in _NOT_PHASES]
     # A phase that a step did not have took no time in it.
@@ -126,6 +133,7 @@ def _histogram(axes: Any, rows: Rows, names: Sequence[str]) -> None:
 
 CHARTS = (
     Chart("Reward", "mean reward", ("rollout/raw_reward",), _lines),
+    Chart("Reward over time", "mean reward", ("rollout/raw_reward",), _over_time, across="hours in steps"),
     Chart("Evaluation", "share or mean reward", ("eval/reward", r"eval/pass@\d+"), _lines),
     Chart(
         "Difference of log-probabilities between trainer and engine",
@@ -196,10 +204,11 @@ def draw_charts(rows: Rows) -> list[tuple[str, str]]:
 
 def _dress(axes: Any, chart: Chart) -> None:
     axes.set_ylabel(chart.unit)
-    axes.set_xlabel("versions" if chart.draw is _histogram else "step")
+    axes.set_xlabel(chart.across)
     axes.grid(axis="y", alpha=0.3, linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    if chart.draw is not _over_time:
+        axes.xaxis.get_major_locator().set_params(integer=True)
     if axes.get_legend_handles_labels()[1]:
         axes.figure.legend(fontsize=7, frameon=False, loc="outside upper left", ncols=2)
 
