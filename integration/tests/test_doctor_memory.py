@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from integration_support import EXAMPLES, POLICY
-from vime_devices import Platform
+from vime_devices import Platform, child_environment
 from vime_grpo import RunConfig, load_config
 from vime_integration.doctor import Machine, Status
 from vime_integration.doctor.configuration import check_configuration, trainer_plan
@@ -58,7 +58,8 @@ def configured(model: Path, *overrides: str) -> RunConfig:
 
 def on_gpus(config: RunConfig, count: int, gib: int) -> dict[str, tuple[Status, str]]:
     devices = tuple(DeviceMemory("made up", "sm_90", gib * GIB, gib * GIB) for _ in range(count))
-    there = Machine(Platform.CUDA, devices, 256 * GIB, 64 * GIB)
+    masked = child_environment(Platform.CUDA, own=range(count), node=range(count), base={})
+    there = Machine(Platform.CUDA, devices, 256 * GIB, 64 * GIB, masked.env)
     return {check.name: (check.status, check.line()) for check in check_configuration(config, there)}
 
 
@@ -68,21 +69,23 @@ def test_an_eight_billion_model_does_not_train_on_one_gpu_and_the_phase_is_named
     assert status is Status.FAIL
     assert "trainer" in line
     assert "trainer.tensor_parallel" in line
-    assert found["config.memory.rollout"][0] is not Status.FAIL, "asleep and offloaded, the other phase has room"
 
 
 def test_without_sleep_and_offload_the_same_phases_hold_more(large: Path) -> None:
     device = 192 * GIB
     shape = check_model(large)
     easy, hard = configured(large), configured(large, "engine.sleep=off", "trainer.offload=off")
-    small = {need.name: need for need in gpu_needs(easy, trainer_plan(easy), shape, device)}
-    big = {need.name: need for need in gpu_needs(hard, trainer_plan(hard), shape, device)}
+    small = {need.name: need for need in gpu_needs(easy, trainer_plan(easy), shape, device, gives_back=True)}
+    big = {need.name: need for need in gpu_needs(hard, trainer_plan(hard), shape, device, gives_back=True)}
+    never = {need.name: need for need in gpu_needs(easy, trainer_plan(easy), shape, device, gives_back=False)}
+    assert never == big, "a pipeline that gives nothing back holds all it has, whatever was asked for"
     assert small["train"].total < big["train"].total
     assert small["rollout"].total < big["rollout"].total
     assert small["rollout"].fits
     assert not big["rollout"].fits
     aliased = configured(large, "sync.mode=alias")
-    kept = {need.name: need for need in gpu_needs(aliased, trainer_plan(aliased), shape, device)}["rollout"].parts
+    needs = gpu_needs(aliased, trainer_plan(aliased), shape, device, gives_back=True)
+    kept = {need.name: need for need in needs}["rollout"].parts
     assert kept["trainer keeps"] > trainer_plan(aliased).weights, "the engine runs on the trainer's weights"
 
 
@@ -111,7 +114,7 @@ def test_a_cpu_run_is_one_sum(large: Path) -> None:
 
 
 def test_no_answer_from_the_devices_is_a_failure_and_not_a_pass(large: Path) -> None:
-    nothing = Machine(Platform.CUDA, (), 24 * GIB, 8 * GIB)
+    nothing = Machine(Platform.CUDA, (), 24 * GIB, 8 * GIB, {})
     found = {check.name: check for check in check_configuration(configured(large), nothing)}
     assert found["config.memory"].status is Status.FAIL
 

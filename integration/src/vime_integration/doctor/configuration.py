@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from vime_integration.doctor.devices import DeviceMemory, ask_memory
 from vime_integration.doctor.findings import Check, Status, guarded, size
 from vime_integration.doctor.host import available_memory, shm_free
 from vime_integration.doctor.memory import WIDTHS, PhaseNeed, bundle_bytes, cpu_needs, gpu_needs
-from vime_integration.errors import PlacementError
+from vime_integration.placement import place
 
 TIGHT = 0.95  # of a budget: the estimate of activations is not exact
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -39,12 +39,14 @@ class Machine:
         devices: Its visible GPUs.
         host_bytes: Available host memory.
         shm_bytes: Free shared memory.
+        environ: The environment that masks are read from; None for this process's.
     """
 
     platform: Platform
     devices: tuple[DeviceMemory, ...]
     host_bytes: int
     shm_bytes: int
+    environ: Mapping[str, str] | None = None
 
 
 def this_machine() -> Machine:
@@ -141,29 +143,9 @@ def _run_dir(config: RunConfig) -> Iterator[Check]:
 
 
 def _placement(config: RunConfig, machine: Machine) -> Iterator[Check]:
-    """Place the run as it will be placed; a mode without a rule of its own is judged by its number of devices."""
-    if machine.platform is Platform.CPU:
-        cores = len(os.sched_getaffinity(0))
-        processes = config.trainer.world_size + config.engine.count * config.engine.tensor_parallel
-        yield Check("config.placement", Status.OK, f"{processes} computing processes share {cores} cores")
-        return
-    ranks, engines = config.trainer.world_size, config.rollout_devices
-    together = config.pipeline.mode == "colocated"
-    needed, there = (max(ranks, engines) if together else ranks + engines), len(machine.devices)
-    split = f"{ranks} for trainer ranks and {engines} for engines, {'shared' if together else 'apart'}"
-    if there < needed:
-        raise PlacementError(
-            "not enough devices",
-            seen=f"{there} visible",
-            expected=f"{needed}: {split}",
-            fix="lower trainer.data_parallel, engine.count or the tensor_parallel sizes, or widen the mask",
-        )
-    yield Check(
-        "config.placement",
-        Status.OK,
-        f"{needed} of {there} devices",
-        split,
-    )
+    """Place the run as it will be placed; what is refused then is refused now."""
+    seats = place(config, machine.platform, machine.environ)
+    yield Check("config.placement", Status.OK, "; ".join(seats.describe()) or "engines of somebody else")
 
 
 def _memory(config: RunConfig, machine: Machine) -> Iterator[Check]:

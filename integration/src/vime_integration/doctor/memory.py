@@ -5,12 +5,11 @@ engine's part is what vLLM takes: ``engine.gpu_memory_utilization`` of a whole G
 are asked of it. Does its share hold its weights, one whole context of KV cache and a reserve? And does the share fit
 beside what the trainer leaves?
 
-On a GPU that trainer and engine share, a phase is the sum of what both hold then (``engine.sleep``, ``trainer.offload``
-and ``sync.mode`` decide that)::
+On a GPU that trainer and engine share, a phase is the sum of what both hold then::
 
-    rollout          the engine's share, and what the trainer keeps (nothing, or weights that the engine runs on)
-    train            the trainer's peak, and what the engine keeps (a sleeping one: its context)
-    update_weights   the trainer's weights and the engine's share
+    rollout          the engine's share, and what the trainer keeps: its state, or what is left of it when offloaded
+    train            the trainer's peak, and what the engine keeps: its share, or its context when asleep
+    update_weights   the trainer's weights, its state where it is not offloaded, and the engine's share
 
 On a CPU every process lives side by side in one memory, so there is one sum.
 """
@@ -64,6 +63,10 @@ class PhaseNeed:
         return f"{parts} = {self.total / GIB:.2f} GiB"
 
 
+#: Whether the colocated pipeline puts engines to sleep and offloads the trainer; until then both hold all they have.
+PIPELINE_GIVES_BACK = False
+
+
 def kv_bytes_per_token(shape: ModelShape, config: RunConfig) -> int:
     """Return the bytes that one token takes in one rank's KV cache.
 
@@ -78,7 +81,14 @@ def engine_weights(shape: ModelShape, config: RunConfig) -> int:
     return count_parameters(shape) * WIDTHS[config.engine.dtype] // config.engine.tensor_parallel
 
 
-def gpu_needs(config: RunConfig, plan: MemoryPlan, shape: ModelShape, device_bytes: int) -> list[PhaseNeed]:
+def gpu_needs(
+    config: RunConfig,
+    plan: MemoryPlan,
+    shape: ModelShape,
+    device_bytes: int,
+    *,
+    gives_back: bool = PIPELINE_GIVES_BACK,
+) -> list[PhaseNeed]:
     """Return what each phase needs of one GPU.
 
     Args:
@@ -86,37 +96,38 @@ def gpu_needs(config: RunConfig, plan: MemoryPlan, shape: ModelShape, device_byt
         plan: The trainer's memory on its fullest rank.
         shape: The model.
         device_bytes: Memory of the smallest visible GPU.
+        gives_back: Whether ``engine.sleep`` and ``trainer.offload`` are acted on, where they are not off.
     """
     engine = config.engine
     share = int(engine.gpu_memory_utilization * device_bytes)
-    weights = engine_weights(shape, config)
     context = (engine.max_model_len or config.rollout.max_context_tokens) * kv_bytes_per_token(shape, config)
-    inside = {"weights": weights, "one context of KV cache": context, "reserve": ENGINE_RESERVE}
+    inside = {
+        "weights": engine_weights(shape, config),
+        "one context of KV cache": context,
+        "reserve": ENGINE_RESERVE,
+    }
     needs = [PhaseNeed("engine", inside, share, "raise engine.gpu_memory_utilization or engine.tensor_parallel")]
     smaller = "raise trainer.tensor_parallel, set trainer.activation_recompute, or lower max_tokens_per_microbatch"
     if config.pipeline.mode != "colocated":
         return [*needs, PhaseNeed("train", {"trainer": plan.total}, device_bytes, smaller)]
-    sleeps, offloads = engine.sleep != "off", config.trainer.offload != "off"
-    aliased = config.sync.mode == "alias"
+    sleeps = gives_back and engine.sleep != "off"
+    offloads = gives_back and config.trainer.offload != "off"
     state = plan.weights + plan.gradients + plan.optimizer
-    kept = CONTEXT + (plan.weights if aliased else 0 if offloads else state)
-    beside = "lower engine.gpu_memory_utilization, or set trainer.offload and engine.sleep to auto"
-    return [
-        *needs,
-        PhaseNeed("rollout", {"engine's share": share, "trainer keeps": kept}, device_bytes, beside),
-        PhaseNeed(
+    left = plan.weights if config.sync.mode == "alias" else 0
+    kept = CONTEXT + (left if offloads else state)
+    beside = "lower engine.gpu_memory_utilization, or spread trainer or engine over more GPUs"
+    held = CONTEXT + (plan.weights if offloads else state)
+    alone = plan.total + CONTEXT > device_bytes  # then no other share of the engine helps
+    phases = (
+        ("rollout", {"engine's share": share, "trainer keeps": kept}, beside),
+        (
             "train",
             {"trainer": plan.total, "engine keeps": CONTEXT if sleeps else share},
-            device_bytes,
-            smaller if sleeps else beside,
+            smaller if sleeps or alone else beside,
         ),
-        PhaseNeed(
-            "update_weights",
-            {"trainer's weights": CONTEXT + plan.weights, "engine's share": share},
-            device_bytes,
-            beside,
-        ),
-    ]
+        ("update_weights", {"trainer holds": held, "engine's share": share}, beside),
+    )
+    return [*needs, *(PhaseNeed(name, parts, device_bytes, fix) for name, parts, fix in phases)]
 
 
 def cpu_needs(config: RunConfig, plan: MemoryPlan, shape: ModelShape, host_bytes: int) -> list[PhaseNeed]:
