@@ -109,28 +109,21 @@ def _environment(
 ) -> Iterator[results.Record]:
     """Yield the records of one environment, each as soon as it is known."""
     first = cells[0]
-    wanted = [check for check in ("unit", "interface") if check in options.checks]
-    runs = [cell for cell in cells if "pipeline" in options.checks]
     reason = why_no_environment(first, place.machine, place.uv)
-    python = None
-    if not reason:
-        python, broken = make_environment(definition, first, place)
+    planned = [(first, check, reason) for check in ("unit", "interface") if check in options.checks]
+    if "pipeline" in options.checks:
+        planned += [(cell, cell.pipeline, reason or why_no_pipeline(cell, place.machine)) for cell in cells]
+    yield from (record(cell, check, "skipped", place, 0.0, why) for cell, check, why in planned if why)
+    wanted = [(cell, check) for cell, check, why in planned if not why]
+    if not wanted:
+        return
+    python, broken = make_environment(definition, first, place)
+    for cell, check in wanted:
         if python is None:
-            yield from (record(first, check, "failed", place, 0.0, broken) for check in wanted)
-            yield from (record(cell, cell.pipeline, "failed", place, 0.0, broken) for cell in runs)
-            return
-    for check in wanted:
-        if python is None:
-            yield record(first, check, "skipped", place, 0.0, reason)
+            yield record(cell, check, "failed", place, 0.0, broken)
         else:
             more = ["--packages", *options.packages] if check == "unit" and options.packages else []
-            yield run_check(python, first, check, place, more)
-    for cell in runs:
-        why = reason or why_no_pipeline(cell, place.machine)
-        if python is None or why:
-            yield record(cell, cell.pipeline, "skipped", place, 0.0, why)
-        else:
-            yield run_check(python, cell, cell.pipeline, place)
+            yield run_check(python, cell, check, place, more)
 
 
 def _check(options: argparse.Namespace) -> int:
