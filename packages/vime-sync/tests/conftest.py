@@ -45,11 +45,12 @@ def make_model(tmp_path_factory):
 class Server:
     """A vLLM server process and the few requests that tests make of it."""
 
-    def __init__(self, folder, *extra, log, dtype="float32"):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url, self.model, self.log = f"http://127.0.0.1:{port}", str(folder), Path(log)
+    def __init__(self, folder, *extra, log, dtype="float32", arguments=None, port=0):
+        if not port:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+        self.port, self.url, self.model, self.log = port, f"http://127.0.0.1:{port}", str(folder), Path(log)
         environment = (
             os.environ
             | engine_environment()
@@ -84,7 +85,7 @@ class Server:
             "--enable-scale-out",
             "--logprobs-mode",
             "processed_logprobs",
-            *engine_arguments(),
+            *(engine_arguments() if arguments is None else arguments),
             *extra,
         ]
         with self.log.open("wb") as log:
@@ -121,9 +122,21 @@ class Server:
         """POST to a route; the raw response."""
         return httpx.post(f"{self.url}{path}", json=body, timeout=60)
 
-    def stop(self):
+    def checksums(self):
+        """SHA-256 of every live parameter, as vLLM's own weight checker computes it."""
+        return self.post("/weight_checker", action="checksum").json()["checksums"]
+
+    def state(self):
+        """What the engine says of itself."""
+        return httpx.get(f"{self.url}/vime/state", timeout=20).json()
+
+    def kill(self):
+        """End the whole process group without a word."""
+        self.stop((signal.SIGKILL,))
+
+    def stop(self, signs=(signal.SIGTERM, signal.SIGKILL)):
         """End the whole process group."""
-        for sign in (signal.SIGTERM, signal.SIGKILL):
+        for sign in signs:
             try:
                 os.killpg(self.process.pid, sign)
             except ProcessLookupError:
@@ -139,8 +152,8 @@ def serve(tmp_path_factory):
     """A function that starts a server; all are stopped at the end of the session."""
     servers = []
 
-    def start(folder, *extra, dtype="float32"):
-        server = Server(folder, *extra, log=tmp_path_factory.mktemp("server") / "log", dtype=dtype)
+    def start(folder, *extra, **options):
+        server = Server(folder, *extra, log=tmp_path_factory.mktemp("server") / "log", **options)
         servers.append(server)
         return server
 
@@ -154,7 +167,7 @@ TIED = DENSE | {"tie_word_embeddings": True, "vocab_size": 100}
 
 def pytest_collection_modifyitems(items):
     """Tests on the real engine come last, so that it can start while the others run."""
-    items.sort(key=lambda item: item.path.name == "test_sync_engine.py")
+    items.sort(key=lambda item: item.path.name.startswith("test_sync_engine"))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,10 @@
-"""Tiny HF models made by code: configurations, and random weights under HF names."""
+"""Tiny HF models made by code: configurations, random weights under HF names, and trainers laid out as engines are."""
+
+import math
 
 import torch
+from vime_sync import CheckpointTensor, Piece, Region, WeightSource, shared_empty
+from vime_sync.layout import contiguous_strides, whole
 
 VOCABULARY = 64
 DENSE = {
@@ -86,3 +90,33 @@ def checkpoint(config, seed):
         noise = torch.randn(shape, generator=generator)
         made[name] = ((1 + 0.1 * noise) if len(shape) == 1 else 0.3 * noise).to(dtype)
     return made
+
+
+def laid_out(config, *, padded_words):
+    """A source whose one shared buffer holds a dense Qwen3 as vLLM wants it: [q; k; v], [gate; up], padded words."""
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in checkpoint(config, 0).items()}
+    first = [name for name in shapes if name.endswith(("q_proj.weight", "gate_proj.weight"))]
+    order = [name for name in shapes if not name.endswith(("k_proj.weight", "v_proj.weight", "up_proj.weight"))]
+    tensors, end = [], 0
+    for name in order:
+        parts = [name]
+        if name in first:
+            old, others = ("q_proj", ("k_proj", "v_proj")) if "q_proj" in name else ("gate_proj", ("up_proj",))
+            parts += [name.replace(old, other) for other in others]
+        for part in parts:
+            shape, dtype = shapes[part]
+            region = Region(0, "flat", end, shape, contiguous_strides(shape))
+            tensors.append(CheckpointTensor(part, shape, dtype, (Piece(whole(shape), region),)))
+            rows = padded_words if "embed_tokens" in part else shape[0]
+            end += rows * math.prod(shape[1:])
+        end += -end % 128
+    flat = shared_empty(end, tensors[0].dtype)
+    flat.zero_()
+    return WeightSource.from_regions({"flat": flat}, tensors)
+
+
+def fill(source, config, seed):
+    """Write a checkpoint into a source's buffers."""
+    values = checkpoint(config, seed)
+    for tensor in source.tensors:
+        source.view(tensor.pieces[0].region).copy_(values[tensor.name])

@@ -14,14 +14,12 @@ from vime_sync.errors import (
     SyncError,
     TransactionError,
     TransportError,
-    WindowError,
     from_wire,
     to_wire,
 )
 from vime_sync.launch import engine_arguments, engine_environment
 from vime_sync.process import identity, is_dead
 from vime_sync.vllm_plugin.guard import ServeGuard
-from vime_sync.vllm_plugin.window import check_window
 
 
 @pytest.mark.parametrize("name", [n for n in dir(errors) if n.endswith("Error") and n != "VimeError"])
@@ -98,12 +96,6 @@ def test_segments_are_checked():
     block.close()
     with pytest.raises(StaleSourceError, match="closed"):
         reader.check(4, where="rank 0")
-
-
-def test_a_window_that_does_not_fit_names_what_is_missing():
-    check_window((("json", "loads"), ("os", "path.join")))
-    with pytest.raises(WindowError, match=r"json:dumps\.nothing, no_such_module:x"):
-        check_window((("json", "dumps.nothing"), ("no_such_module", "x"), ("json", "loads")))
 
 
 def test_every_slice_is_counted_by_one_worker():

@@ -15,8 +15,8 @@ class SyncReport:
         version: The version that every engine serves now.
         seconds: Wall time of the whole call.
         phases: Seconds by phase, the slowest engine's: ``stage``, ``pause``, ``open`` (aliased weights), ``commit``,
-            ``copy`` (the bytes alone, digest included), ``publish``, ``resume``, and ``paused``, from the request to pause to
-            the end of resume.
+            ``copy`` (the bytes alone, digest included), ``publish``, ``resume``, and ``paused``, which goes from the
+            request to pause to the end of resume.
         bytes: Bytes copied, over all engines.
         digest: The digest of what the engines serve (32 hexadecimal digits), empty if digests are off.
         digest_mode: ``off``, ``sampled`` or ``full``.

@@ -8,8 +8,11 @@ does.
 
 from __future__ import annotations
 
+import logging
+
 BACKEND = "vime"
 LOAD_FORMAT = "vime"
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -20,7 +23,8 @@ def register() -> None:
     """
     from vime_sync.vllm_plugin.window import check_window
 
-    check_window()
+    for lack in check_window():
+        logger.info("vime-sync: %s", lack)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor import model_loader
 

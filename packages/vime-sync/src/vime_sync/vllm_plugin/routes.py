@@ -47,6 +47,7 @@ from vime_sync.verify import join_digests
 from vime_sync.vllm_plugin.control import EngineControl
 from vime_sync.vllm_plugin.guard import ServeGuard
 from vime_sync.vllm_plugin.watch import watch_trainers
+from vime_sync.vllm_plugin.window import check_client
 
 logger = logging.getLogger(__name__)
 
@@ -419,7 +420,13 @@ class SyncEndpoints:
         app.add_middleware(ServeGuard, state=app.state)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Keep the engine's client for the routes."""
+        """Keep the engine's client for the routes.
+
+        Raises:
+            WindowError: If it cannot do what a transaction needs.
+        """
+        if engine_client is not None:
+            check_client(engine_client)
         state.vime_sync = SyncServer(EngineControl(engine_client))
         if engine_client is not None:
             state.vime_sync_watch = asyncio.create_task(watch_trainers(state.vime_sync))
