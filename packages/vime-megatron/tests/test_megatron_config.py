@@ -18,6 +18,8 @@ from vime_megatron import OptimizerSettings, TrainerConfig, TrainerError
         ({"sequence_parallel": True}, "sequence_parallel"),
         ({"timeout_s": -1}, "timeout_s"),
         ({"context_parallel": 0}, "context_parallel"),
+        ({"tensor_parallel": 4, "sequence_parallel": True, "expert_tensor_parallel": 2}, "None, 1 or tensor_parallel"),
+        ({"tensor_parallel": 2, "expert_tensor_parallel": 1}, "without sequence_parallel"),
     ],
 )
 def test_trainer_settings(settings, name):

@@ -83,6 +83,8 @@ def test_sizes_that_do_not_divide_are_named():
         check_layout(shape, tp_size=1, pp_size=2)
     with pytest.raises(ModelError, match=r"expert_parallel.*a dense model"):
         check_layout(shape, tp_size=1, pp_size=1, ep_size=2)
+    with pytest.raises(ModelError, match=r"expert_tensor_parallel.*a dense model"):
+        check_layout(shape, tp_size=1, pp_size=1, whole_experts=True)
     with pytest.raises(ModelError, match=r"context_parallel.*4 query heads and 2 key/value heads.*that 3 divides"):
         check_layout(shape, tp_size=1, pp_size=1, cp_size=3)
     check_layout(shape, tp_size=1, pp_size=1, cp_size=4)  # each key/value head goes to two ranks

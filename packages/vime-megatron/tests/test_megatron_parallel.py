@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 # A large eps makes AdamW's update proportional to the gradient, so that equal weights after a step mean equal
 # gradients; with the usual one an update is close to the gradient's sign, and rounding decides it where that is near 0.
 OPTIMIZER = {"lr": 0.3, "eps": 1.0, "clip_grad": 0.5, "weight_decay": 0.1}
+WHOLE_EXPERTS = {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1}
 LAYOUTS = {
     "tp2": (2, {"tensor_parallel": 2}),
     "dp2": (2, {"max_tokens_per_microbatch": 32}),
@@ -21,6 +22,8 @@ LAYOUTS = {
     "cp2-pp2": (4, {"context_parallel": 2, "pipeline_parallel": 2}),
     "cp4": (4, {"context_parallel": 4}),
     "cp2-ep2": (2, {"context_parallel": 2, "expert_parallel": 2}),
+    "whole-experts": (2, WHOLE_EXPERTS),
+    "whole-experts-ep2-distributed": (2, WHOLE_EXPERTS | {"expert_parallel": 2}),
     "ep2": (2, {"expert_parallel": 2, "max_tokens_per_microbatch": 40}),
     "ep2-distributed": (2, {"expert_parallel": 2}),
     "tp2-pp2-sequence": (4, {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True}),
@@ -30,10 +33,16 @@ LAYOUTS = {
 
 
 CASES = [
-    *(("qwen3", layout) for layout, (world, _) in LAYOUTS.items() if "ep2" not in layout and world == 2),
+    *(
+        ("qwen3", layout)
+        for layout, (world, _) in LAYOUTS.items()
+        if world == 2 and not {"ep2", "experts"} & set(layout.split("-"))
+    ),
     ("qwen3-tied", "pp2"),
     ("qwen2", "cp4"),
     ("qwen3-moe", "cp2-ep2"),
+    ("qwen3-moe", "whole-experts"),
+    ("qwen3-moe", "whole-experts-ep2-distributed"),
     ("llama", "tp2-cp2-sequence"),
     ("qwen3-tied", "cp2-pp2"),
     ("qwen2", "tp2"),
@@ -86,7 +95,7 @@ def test_a_layout_equals_one_rank(ranks, model_of, tmp_path, reference_of, kind,
     shards = [result["logprobs"] for result in results]
     merged = {index: values for shard in shards for index, values in shard.items()}
     assert merged.keys() == reference["logprobs"].keys()
-    if ("dp2" in layout or "ep2" in layout) and "cp" not in layout:
+    if layout.startswith(("dp2", "ep2")) or "-dp2" in layout:
         assert not shards[0].keys() & shards[-1].keys()
     for index, values in merged.items():
         torch.testing.assert_close(values, reference["logprobs"][index], rtol=1e-4, atol=2e-4)

@@ -93,6 +93,8 @@ class TrainerConfig:
         pipeline_parallel: Stages that share the layers.
         context_parallel: Ranks that share each packed row: its tokens, and for attention its heads.
         expert_parallel: Ranks that share the experts of a mixture; refused for a model without experts.
+        expert_tensor_parallel: Ranks that share each expert's matrices: ``None`` for as many as ``tensor_parallel``, or
+            1 for whole experts; these need ``sequence_parallel``, so that tensor-parallel ranks have different tokens.
         sequence_parallel: Shard activations between matrices over the tensor-parallel ranks.
         dtype: Type of the weights and activations; optimiser and gradients are float32.
         device: ``auto`` takes the GPU when there is one, else the CPU.
@@ -116,6 +118,7 @@ class TrainerConfig:
     pipeline_parallel: int = 1
     context_parallel: int = 1
     expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
     sequence_parallel: bool = False
     dtype: Dtype = "bfloat16"
     device: Device = "auto"
@@ -150,6 +153,24 @@ class TrainerConfig:
             self.sequence_parallel,
             "false, or tensor_parallel above 1: it shards over the tensor-parallel ranks",
         )
+
+        _require(
+            self.expert_tensor_parallel in (None, 1, self.tensor_parallel),
+            "expert_tensor_parallel",
+            self.expert_tensor_parallel,
+            f"None, 1 or tensor_parallel ({self.tensor_parallel}): parts of a split are not built",
+        )
+        _require(
+            not self.whole_experts or self.sequence_parallel,
+            "expert_tensor_parallel",
+            self.expert_tensor_parallel,
+            "None without sequence_parallel: tensor-parallel ranks would run the same tokens",
+        )
+
+    @property
+    def whole_experts(self) -> bool:
+        """Tensor parallelism splits the model but not its experts."""
+        return self.expert_tensor_parallel == 1 and self.tensor_parallel > 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON values, for manifests and logs."""

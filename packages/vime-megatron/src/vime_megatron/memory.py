@@ -63,7 +63,8 @@ def plan_memory(config: TrainerConfig, *, world_size: int = 1) -> MemoryPlan:
     """
     family, shape = load_family(config.model)
     stages, experts = config.pipeline_parallel, config.expert_parallel
-    check_layout(shape, config.tensor_parallel, stages, experts, config.context_parallel)
+    whole = config.whole_experts
+    check_layout(shape, config.tensor_parallel, stages, experts, config.context_parallel, whole_experts=whole)
     replicas = max(1, world_size // (config.tensor_parallel * stages))
     plans = []
     for stage in range(stages):
@@ -74,6 +75,7 @@ def plan_memory(config: TrainerConfig, *, world_size: int = 1) -> MemoryPlan:
             first_stage=stage == 0,
             last_stage=stage == stages - 1,
             experts=shape.experts // experts,
+            whole_experts=whole,
         )
         shared = expert = 0
         for place in placements(family.rules, shape, layout):
@@ -92,7 +94,8 @@ def _stage_plan(
     width = 4 if config.dtype == "float32" else 2
     per_parameter = 8 if config.dtype == "float32" else 12
     spread = replicas if config.optimizer.distributed else 1
-    expert_spread = max(1, spread // config.expert_parallel)
+    shared_by = config.tensor_parallel if config.whole_experts and config.optimizer.distributed else 1
+    expert_spread = max(1, spread * shared_by // config.expert_parallel)
     vocabulary = 0
     if layout.last_stage:
         rows = -(-shape.vocab // layout.tp_size)

@@ -128,7 +128,12 @@ def connect(
     """
     _check_world(config, rank=rank, world_size=world_size, init_method=init_method)
     check_layout(
-        shape, config.tensor_parallel, config.pipeline_parallel, config.expert_parallel, config.context_parallel
+        shape,
+        config.tensor_parallel,
+        config.pipeline_parallel,
+        config.expert_parallel,
+        config.context_parallel,
+        whole_experts=config.whole_experts,
     )
     options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=config.timeout_s)}
     if init_method is None:
@@ -141,6 +146,7 @@ def connect(
         config.pipeline_parallel,
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
+        expert_tensor_parallel_size=config.expert_tensor_parallel,
         distributed_timeout_minutes=max(1, round(config.timeout_s / 60)),
         create_gloo_process_groups=False,
     )
@@ -163,11 +169,13 @@ def _check_world(config: TrainerConfig, *, rank: int, world_size: int, init_meth
             seen=f"{world_size} ranks",
             expected=f"a multiple of tensor x pipeline x context = {share}",
         )
-    replicas = world_size // (config.tensor_parallel * config.pipeline_parallel)
+    kind = "data- and context-" if not config.whole_experts else "tensor-, data- and context-"
+    split = config.tensor_parallel if not config.whole_experts else 1
+    replicas = world_size // (split * config.pipeline_parallel)
     if replicas % config.expert_parallel:
         raise TrainerError(
-            "expert parallelism does not divide the data- and context-parallel ranks",
-            seen=f"{replicas} data- and context-parallel ranks",
+            f"expert parallelism does not divide the {kind}parallel ranks",
+            seen=f"{replicas} {kind}parallel ranks",
             expected=f"a multiple of expert_parallel = {config.expert_parallel}",
         )
 
@@ -187,6 +195,7 @@ def _describe(config: TrainerConfig, shape: ModelShape, rank: int, world_size: i
         dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         first_expert=parallel_state.get_expert_model_parallel_rank() * experts,
         experts=experts,
+        whole_experts=config.whole_experts,
     )
     layouts: list[Any] = [layout]
     if world_size > 1:

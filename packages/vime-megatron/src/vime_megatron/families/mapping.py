@@ -82,6 +82,7 @@ class Layout:
         dp_rank: Data-parallel rank (context parallelism included); weights are the same on all, experts aside.
         first_expert: Global number of the first expert of this rank.
         experts: Number of experts of this rank, the same in each layer; 0 in a dense model.
+        whole_experts: Tensor parallelism does not split experts.
     """
 
     rank: int = 0
@@ -94,6 +95,7 @@ class Layout:
     dp_rank: int = 0
     first_expert: int = 0
     experts: int = 0
+    whole_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Placement:
         box: The part of it that this rank holds.
         param: Local parameter.
         local: Where in the parameter.
-        split: Tensor-parallel ranks hold different boxes.
+        split: Tensor-parallel ranks hold different boxes, or different experts.
     """
 
     name: str
@@ -122,7 +124,15 @@ def padded_vocab(shape: ModelShape, tp_size: int) -> int:
     return -(-shape.vocab // tp_size) * tp_size
 
 
-def check_layout(shape: ModelShape, tp_size: int, pp_size: int, ep_size: int = 1, cp_size: int = 1) -> None:
+def check_layout(
+    shape: ModelShape,
+    tp_size: int,
+    pp_size: int,
+    ep_size: int = 1,
+    cp_size: int = 1,
+    *,
+    whole_experts: bool = False,
+) -> None:
     """Refuse parallel sizes that do not divide the model.
 
     Args:
@@ -131,11 +141,13 @@ def check_layout(shape: ModelShape, tp_size: int, pp_size: int, ep_size: int = 1
         pp_size: Pipeline-parallel size.
         ep_size: Expert-parallel size.
         cp_size: Context-parallel size.
+        whole_experts: Tensor parallelism does not split experts.
 
     Raises:
         ModelError: A size does not divide, or there is nothing for it to divide; the text says which.
     """
-    sizes = {"attention heads": shape.heads, "key/value heads": shape.kv_heads, "feed-forward width": shape.ffn}
+    sizes = {"attention heads": shape.heads, "key/value heads": shape.kv_heads}
+    sizes |= {} if whole_experts else {"feed-forward width": shape.ffn}
     wrong = [f"{name} = {value}" for name, value in sizes.items() if value % tp_size]
     if wrong:
         raise ModelError("tensor parallelism does not divide the model", seen=", ".join(wrong), expected=f"x {tp_size}")
@@ -153,12 +165,12 @@ def check_layout(shape: ModelShape, tp_size: int, pp_size: int, ep_size: int = 1
     if shape.experts and shape.experts % ep_size:
         seen, expected = f"{shape.experts} experts", f"a multiple of {ep_size}"
         raise ModelError("expert parallelism does not divide the model", seen=seen, expected=expected)
-    if ep_size > 1 and not shape.experts:
+    if (ep_size > 1 or whole_experts) and not shape.experts:
         raise ModelError(
             "expert parallelism needs experts",
-            where="expert_parallel",
-            seen=f"{ep_size}, for {shape.architecture}, a dense model",
-            expected="1",
+            where="expert_tensor_parallel" if whole_experts else "expert_parallel",
+            seen=f"{1 if whole_experts else ep_size}, for {shape.architecture}, a dense model",
+            expected="None" if whole_experts else "1",
             fix="use tensor_parallel, pipeline_parallel or the distributed optimiser to share a dense model",
         )
 
@@ -207,7 +219,7 @@ def _rule_placements(
     experts = range(layout.first_expert, layout.first_expert + layout.experts) if rule.per_expert else (0,)
     for expert, part in ((expert, part) for expert in experts for part in rule.parts):
         sizes = tuple(shape.dims[name] for name in part.shape)
-        box = _share(sizes, part.split, layout)
+        box = _share(sizes, None if rule.per_expert and layout.whole_experts else part.split, layout)
         rows = box[0][1] - box[0][0]
         local = ((row, row + rows), *((0, stop - start) for start, stop in box[1:]))
         row += rows

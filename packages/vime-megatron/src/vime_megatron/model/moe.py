@@ -7,7 +7,9 @@ alone.
 
 The stacks hold ``[gate; up]`` of one expert after the other, which is the memory of vLLM's ``w13`` (``[x, 2f, m]``) and
 ``w2`` (``[x, m, f]``). Tensor parallelism splits each expert's width, expert parallelism gives each rank whole experts
-and moves the tokens: sorted by expert, sent to the rank that has it, and back again.
+and moves the tokens: sorted by expert, sent to the rank that has it, and back again. With whole experts beside split
+attention (``expert_tensor_parallel = 1``) each tensor-parallel rank routes the tokens that sequence parallelism gives
+it, and expert parallelism may span those ranks too.
 
 Suffixes: ``s`` tokens of this rank, ``t`` tokens of the tensor-parallel group's row, ``k`` choices of a token, ``n``
 token-expert pairs sorted by expert, ``r`` pairs received, ``x`` experts, ``f`` an expert's width on this rank, ``m``
@@ -106,12 +108,15 @@ class MixtureOfExperts(MegatronModule):
         self._ranks = config.expert_model_parallel_size
         self.experts = int(config.num_moe_experts or 0)
         self.local_experts = self.experts // self._ranks
-        self.width = int(config.moe_ffn_hidden_size or 0) // config.tensor_model_parallel_size
+        split = config.expert_tensor_parallel_size
+        self._whole = split < config.tensor_model_parallel_size
+        self.width = int(config.moe_ffn_hidden_size or 0) // split
         self.router = Router(config)
         self.experts_fc1 = _parameter(config, self.local_experts * 2 * self.width, config.hidden_size)
         self.experts_fc2 = _parameter(config, self.local_experts * config.hidden_size, self.width)
+        alike = self._ranks == 1 and not self._whole  # as many twins as the rest of the model has
         for stack in (self.experts_fc1, self.experts_fc2):
-            stack.allreduce = self._ranks == 1  # type: ignore[attr-defined]  # Megatron: else reduced over twins only
+            stack.allreduce = alike  # type: ignore[attr-defined]  # Megatron: else reduced over the experts' own twins
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Transform ``[s, 1, m]``; returns the same shape, and no bias."""
@@ -119,6 +124,8 @@ class MixtureOfExperts(MegatronModule):
         weights_sk, experts_sk = route(
             self.router(x_sm), self.config.moe_router_topk, normalise=not self.config.moe_router_pre_softmax
         )
+        if self._whole:
+            return self._mix(x_sm, weights_sk, experts_sk).unsqueeze(1), None
         if self.config.sequence_parallel:
             gather = tensor_parallel.gather_from_sequence_parallel_region
             x_tm, weights_tk, experts_tk = gather(x_sm), gather(weights_sk), gather(experts_sk)

@@ -72,6 +72,7 @@ def transformer_config(shape: ModelShape, config: TrainerConfig) -> TransformerC
         special = {
             "num_moe_experts": shape.experts,
             "moe_ffn_hidden_size": shape.ffn,
+            "expert_tensor_parallel_size": config.expert_tensor_parallel,
             "moe_router_topk": shape.experts_per_token,
             "moe_router_pre_softmax": not shape.normalise_experts,
             "moe_router_load_balancing_type": "none",
