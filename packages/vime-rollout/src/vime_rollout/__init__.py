@@ -27,8 +27,9 @@ from vime_rollout.filters import GroupFilter
 from vime_rollout.metrics import rollout_metrics, zero_reasons
 from vime_rollout.pool import EnginePool
 from vime_rollout.rewards import Reward, Score, load_reward
-from vime_rollout.rollout import GenerateFunction, Rollout, RolloutConfig, single_turn
+from vime_rollout.rollout import GenerateFunction, Rollout, RolloutConfig
 from vime_rollout.sample import Prompt, Sample, SampleGroup, SampleStatus, Timings, VersionSpan, full_length
+from vime_rollout.single_turn import single_turn
 from vime_rollout.tokens import Encoder
 
 __all__ = [

@@ -38,6 +38,10 @@ class ExtensionError(RolloutError):
     """What a dotted path names cannot be imported, or cannot be called as it will be."""
 
 
+class SampleCutError(RolloutError):
+    """A sample was cut because the step needs no more of it; what there is of it is kept for the next one."""
+
+
 class EngineError(RolloutError):
     """Base of everything that concerns one engine."""
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from vime_rollout.engine.remote import Engine, RemoteEngine
@@ -178,6 +178,15 @@ class EnginePool:
                 if losses >= self._max_losses:
                     error.add_note(f"the request lost {losses} engines of {self.name}; it may be what they fail on")
                     raise
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """Cut running requests on all engines that serve; see ``RemoteEngine.abort``.
+
+        Raises:
+            EngineError: The first engine's error, when one cannot be told.
+        """
+        names = list(request_ids)
+        await asyncio.gather(*(engine.abort(names) for engine in self._serving()))
 
     def _serving(self) -> list[Engine]:
         return [e for e in self.engines if e.state in _SERVING and e.name not in self._lost]

@@ -18,17 +18,17 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from vime_rollout.engine.remote import Engine
-from vime_rollout.engine.request import GenerateRequest, Generation, SamplingParams
-from vime_rollout.errors import EngineTimeoutError, RolloutError
+from vime_rollout.engine.request import SamplingParams
+from vime_rollout.errors import EngineTimeoutError, RolloutError, SampleCutError
+from vime_rollout.partial import PartialSamples
 from vime_rollout.rewards.base import Reward
-from vime_rollout.sample import Prompt, Sample, SampleGroup, SampleStatus, Timings, VersionSpan
+from vime_rollout.sample import Prompt, Sample, SampleGroup
+from vime_rollout.single_turn import single_turn
 from vime_rollout.tokens import Encoder
-
-_MAX_CONTINUATIONS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,10 @@ class Rollout:
         reward: Scores samples.
         config: How.
         generate: Makes one sample; ``single_turn`` by default.
+        partial: Keeps what was generated of groups that are cut, so that it is gone on from; ``None`` keeps nothing.
+
+    Raises:
+        RolloutError: When partial samples are kept with a generate function of one's own.
     """
 
     def __init__(
@@ -93,16 +97,25 @@ class Rollout:
         config: RolloutConfig,
         *,
         generate: GenerateFunction | None = None,
+        partial: PartialSamples | None = None,
     ) -> None:
         """Keep the parts; they are started and stopped by their owners."""
+        if partial is not None and generate not in (None, single_turn):
+            raise RolloutError(
+                "partial samples need the built-in generate function",
+                seen=str(generate),
+                expected="single_turn",
+                fix="leave out partial: only tokens are kept, and not what a function of one's own knows",
+            )
         self.engine = engine
         self.encoder = encoder
         self.reward = reward
         self.config = config
-        self._generate = generate or single_turn
+        self.partial = partial
+        self._generate: GenerateFunction = generate or single_turn
 
     def with_config(self, config: RolloutConfig) -> Rollout:
-        """Return a rollout of the same parts with another configuration."""
+        """Return a rollout of the same parts with another configuration; it keeps no partial samples."""
         return Rollout(self.engine, self.encoder, self.reward, config, generate=self._generate)
 
     async def run(self, prompts: Sequence[Prompt], *, version: int | None = None) -> list[SampleGroup]:
@@ -167,6 +180,7 @@ class Rollout:
 
         Raises:
             RolloutError: The first error of any sample, with a note that names it.
+            SampleCutError: When partial samples are kept and the group was cut; what there is of it is kept.
         """
         slots = slots or asyncio.Semaphore(self.config.concurrency)
         prompt = self.encoder.encode(prompt)
@@ -178,116 +192,42 @@ class Rollout:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return SampleGroup(prompt, tuple(sample for trajectory in records for sample in trajectory))
+        samples = [sample for trajectory in records if trajectory is not None for sample in trajectory]
+        if None in records:
+            raise SampleCutError(
+                "group was cut", where=f"group {prompt.group_id}", seen=f"{len(samples)} of {count} done"
+            )
+        if self.partial is not None:
+            self.partial.forget(prompt)
+        return SampleGroup(prompt, tuple(samples))
 
     async def _sample(
         self, prompt: Prompt, index: int, version: int | None, slots: asyncio.Semaphore
-    ) -> tuple[Sample, ...]:
+    ) -> tuple[Sample, ...] | None:
+        """Return the scored records of one trajectory, or ``None`` when it was cut to be gone on with later."""
+        if self.partial is not None and (finished := self.partial.finished(prompt, index, version)) is not None:
+            return finished
         async with slots:
             try:
                 made = await self._generate(self, prompt, index, version)
-                samples = (made,) if isinstance(made, Sample) else tuple(made)
-                began = time.monotonic()
-                score = await self.reward.score(samples[-1])  # it stands for the trajectory
-                seconds = time.monotonic() - began
-                return tuple(s.scored(score.value, score.reason, reward_s=seconds) for s in samples)
+                records = await self._score((made,) if isinstance(made, Sample) else tuple(made))
+            except SampleCutError:
+                return None
             except RolloutError as error:
                 error.add_note(f"sample {index} of group {prompt.group_id}")
                 raise
+        if self.partial is not None:
+            self.partial.finish(prompt, index, records)
+        return records
+
+    async def _score(self, records: tuple[Sample, ...]) -> tuple[Sample, ...]:
+        """Score the last record of a trajectory, and give all of them its score."""
+        began = time.monotonic()
+        score = await self.reward.score(records[-1])
+        seconds = time.monotonic() - began
+        return tuple(record.scored(score.value, score.reason, reward_s=seconds) for record in records)
 
     def seed_of(self, prompt: Prompt, index: int, turn: int = 0) -> int:
         """Return the seed of one request: 63 bits of a hash of (run seed, group id, sample index, turn)."""
         text = f"{self.config.seed}/{prompt.group_id}/{index}/{turn}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-async def single_turn(rollout: Rollout, prompt: Prompt, index: int, version: int | None) -> Sample:
-    """Make one sample of one response; continue it if it was cut from outside.
-
-    Args:
-        rollout: Engine, encoder and configuration.
-        prompt: With tokens.
-        index: Which sample of the group.
-        version: Weights that every token must come from, or ``None``.
-
-    Raises:
-        RolloutError: When the prompt leaves no room for a response, or the sample is cut again and again.
-        EngineError: From the engine.
-    """
-    config = rollout.config
-    room = config.max_context_tokens - len(prompt.tokens)
-    if room < 1:
-        raise RolloutError(
-            "prompt leaves no room for a response",
-            where=f"prompt {prompt.id}",
-            seen=f"{len(prompt.tokens)} tokens",
-            expected=f"fewer than max_context_tokens = {config.max_context_tokens}",
-            fix="set max_prompt_tokens of the data source",
-        )
-    budget = min(room, config.sampling.max_tokens)
-    parts: list[Generation] = []
-    for turn in range(_MAX_CONTINUATIONS):
-        so_far = tuple(token for part in parts for token in part.tokens)
-        sampling = replace(
-            config.sampling,
-            max_tokens=budget - len(so_far),
-            min_tokens=max(0, min(config.sampling.min_tokens, budget) - len(so_far)),
-        )
-        request = GenerateRequest(
-            tokens=prompt.tokens + so_far,
-            sampling=sampling,
-            seed=rollout.seed_of(prompt, index, turn),
-            request_id=f"{prompt.group_id}-{index}-{turn}",
-            session_id=prompt.group_id if config.sticky_groups else "",
-        )
-        parts.append(await rollout.engine.generate(request, version=version, deadline_s=config.request_deadline_s))
-        if parts[-1].status is not SampleStatus.ABORTED or len(so_far) + len(parts[-1].tokens) >= budget:
-            return assemble(rollout, prompt, index, parts)
-    raise RolloutError(
-        "sample is cut again and again",
-        where=f"sample {index} of group {prompt.group_id}",
-        seen=f"{len(parts)} parts, {sum(len(part.tokens) for part in parts)} of {budget} tokens",
-        fix="pause with mode keep or wait instead of abort, or abort less often",
-    )
-
-
-def assemble(rollout: Rollout, prompt: Prompt, index: int, parts: Sequence[Generation]) -> Sample:
-    """Join the parts of one response into an unscored sample whose every response token is trained on.
-
-    Args:
-        rollout: For the decoder and the seed.
-        prompt: With tokens.
-        index: Which sample of the group.
-        parts: At least one, in order; each continues the ones before.
-    """
-    response = tuple(token for part in parts for token in part.tokens)
-    spans: list[VersionSpan] = []
-    offset = 0
-    for part in parts:
-        for span in part.versions:
-            start, end = span.start + offset, span.end + offset
-            if spans and spans[-1].version == span.version and spans[-1].end == start:
-                start = spans.pop().start
-            spans.append(VersionSpan(span.version, start, end))
-        offset += len(part.tokens)
-    return Sample(
-        prompt_id=prompt.id,
-        group_id=prompt.group_id,
-        index=index,
-        tokens=prompt.tokens + response,
-        prompt_length=len(prompt.tokens),
-        loss_mask=(1,) * len(response),
-        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
-        versions=tuple(spans),
-        status=parts[-1].status,
-        response=rollout.encoder.decode(response),
-        seed=rollout.seed_of(prompt, index),
-        label=prompt.label,
-        metadata=prompt.metadata,
-        timings=Timings(
-            queue_s=sum(p.queue_s for p in parts),
-            generate_s=sum(p.seconds for p in parts),
-            attempts=sum(p.attempts for p in parts),
-            engine=parts[-1].engine,
-        ),
-    )

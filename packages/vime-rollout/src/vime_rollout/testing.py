@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vime_rollout import dotted, extend
@@ -71,6 +71,9 @@ class ScriptedEngine:
         generation = Generation(tokens, logprobs, spans, status, engine=self.name)
         self.history.append((request, generation, version))
         return generation
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """Do nothing: every answer is whole at once."""
 
 
 async def check_generate(

@@ -16,7 +16,7 @@ against the version it was asked from, so a rollout can never hand on tokens of 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -37,6 +37,8 @@ PauseMode = Literal["abort", "wait", "keep"]
 #: Version of weights that belong to no version of a run: a restarted server has it until weights are sent to it.
 UNSENT_VERSION = -1
 _UNLABELLED = "default"
+#: What the generate route puts before the id of a request.
+_REQUEST_PREFIX = "generate-tokens-"
 
 
 class Engine(Protocol):
@@ -58,6 +60,10 @@ class Engine(Protocol):
         self, request: GenerateRequest, *, version: int | None = None, deadline_s: float | None = None
     ) -> Generation:
         """Generate one response, checked against ``version``."""
+        ...
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """Cut these running requests; each comes back with the tokens it has, as ``aborted``."""
         ...
 
 
@@ -331,6 +337,16 @@ class RemoteEngine:
     async def abort_all(self) -> None:
         """Cut every running request; each comes back with the tokens it has, as ``aborted``."""
         await self._call("POST", "/abort_requests", json={})
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """Cut these running requests; each comes back with the tokens it has, as ``aborted``. Others are not touched.
+
+        Args:
+            request_ids: ``GenerateRequest.request_id`` of each; ids that are not running are ignored.
+        """
+        names = [f"{_REQUEST_PREFIX}{name}" for name in request_ids]
+        if names:  # an empty list would cut all of them
+            await self._call("POST", "/abort_requests", json={"request_ids": names})
 
     async def stop(self) -> None:
         """Close the connections. The server goes on: it is not ours."""

@@ -5,19 +5,35 @@ such groups out dynamic sampling). Which groups make up the batch must not depen
 answers would be trained on more often than long ones and no run could be repeated. So groups are decided in the order
 of their prompts: the batch is the first ``wanted`` prompts whose groups are kept, whatever finished first. The unused
 prompts come first in the next step, so the walk over the data does not depend on timing either.
+
+Once the batch is decided, what still runs is not needed. Without partial samples it is cancelled, and generated again
+in the next step. With them (``Rollout(partial=PartialSamples())``) its requests are aborted in the engines, which
+answer with the tokens they have, and the next step goes on from there (``vime_rollout.partial``): tokens of several
+versions, none generated twice. How far each got depends on timing then, and with it what is sampled and kept.
+
+``Collector`` keeps prompts and partial samples from step to step, and its state is JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from vime_rollout.errors import EngineTimeoutError, RolloutError
+from vime_rollout.errors import EngineError, EngineTimeoutError, RolloutError, StateError
 from vime_rollout.filters import GroupFilter, differing_rewards, reason_to_drop
 from vime_rollout.rollout import Rollout
 from vime_rollout.sample import Prompt, SampleGroup
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_CUT_AGAIN_S = 0.1
+#: How long what is cut may take to come back with its tokens.
+_CUT_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +61,7 @@ class _Run:
 
     def __init__(self, rollout: Rollout, keep: GroupFilter, version: int | None) -> None:
         self.prompts: list[Prompt] = []
+        self.done: dict[int, SampleGroup] = {}
         self.kept: dict[int, SampleGroup] = {}
         self.reasons: dict[int, str] = {}
         self.tasks: dict[asyncio.Task[SampleGroup], int] = {}
@@ -65,7 +82,7 @@ class _Run:
         before = len(self.reasons)
         for task in sorted(done, key=lambda t: t.exception() is None):  # a failure goes first
             place = self.tasks.pop(task)
-            group = task.result()
+            group = self.done[place] = task.result()
             if reason := reason_to_drop(self._keep, group):
                 self.reasons[place] = reason
             else:
@@ -82,6 +99,26 @@ class _Run:
             if count == wanted:
                 return place + 1
         return None
+
+    async def cut(self, end: int) -> None:
+        """Keep what there is of the prompts from ``end`` on; what does not come back in time is cancelled."""
+        partial = self._rollout.partial
+        if partial is None:
+            return
+        for place in range(end, len(self.prompts)):
+            if place in self.done:
+                partial.keep_group(self.done[place])
+        partial.cutting = True
+        try:
+            async with asyncio.timeout(_CUT_DEADLINE_S):
+                while pending := [task for task in self.tasks if not task.done()]:
+                    # Again and again: a request may have been on its way to the engine when the others were aborted.
+                    await self._rollout.engine.abort(partial.requests)
+                    await asyncio.wait(pending, timeout=_CUT_AGAIN_S)
+        except (TimeoutError, EngineError) as error:
+            logger.warning("%d groups are generated again where they were not kept: %r", len(pending), error)
+        finally:
+            partial.cutting = False
 
     async def cancel(self) -> None:
         for task in self.tasks:
@@ -108,7 +145,7 @@ async def collect(
         ahead: Prompts begun beyond those that are needed, so that a drop costs no wait.
         keep: Decides about a group.
         max_prompts: Most prompts drawn; by default ten times ``wanted`` and those ahead.
-        version: As for ``Rollout.run``.
+        version: As for ``Rollout.run``; with partial samples, of the tokens that this step makes.
 
     Raises:
         EngineTimeoutError: When the step passed the rollout's deadline.
@@ -126,6 +163,7 @@ async def collect(
                 more = min(dropped, limit - len(run.prompts))
                 if more and run.end_of_batch(wanted) is None:
                     run.begin(draw(more))
+        await run.cut(end)
     except TimeoutError as error:
         raise EngineTimeoutError(
             "over-sampled step passed its deadline",
@@ -148,3 +186,76 @@ def _too_few(run: _Run, wanted: int, limit: int) -> RolloutError:
         expected=f"{wanted} groups from at most {limit} prompts",
         fix="change the tasks' difficulty or the filter, or raise max_prompts",
     )
+
+
+class Collector:
+    """Over-samples step after step: hands on unused prompts and partial samples, and saves both.
+
+    Args:
+        rollout: Generates and scores; with ``partial`` where cut samples are to be gone on with.
+        draw: Returns the next n prompts (``DataSource.next``).
+        keep: Decides about a group.
+        ahead: Prompts begun beyond those that are needed.
+        max_prompts: As for ``collect``.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        draw: Callable[[int], list[Prompt]],
+        *,
+        keep: GroupFilter = differing_rewards,
+        ahead: int = 0,
+        max_prompts: int | None = None,
+    ) -> None:
+        """Begin with no prompts waiting."""
+        self._rollout = rollout
+        self._draw_new = draw
+        self._keep = keep
+        self._ahead = ahead
+        self._max_prompts = max_prompts
+        self._waiting: list[Prompt] = []
+
+    @property
+    def waiting(self) -> tuple[Prompt, ...]:
+        """Prompts that were begun and not needed, in order; the next step begins with them."""
+        return tuple(self._waiting)
+
+    async def step(self, wanted: int, *, version: int | None = None) -> Collection:
+        """Collect ``wanted`` groups; see ``collect``."""
+        done = await collect(
+            self._rollout,
+            self._draw,
+            wanted,
+            ahead=self._ahead,
+            keep=self._keep,
+            max_prompts=self._max_prompts,
+            version=version,
+        )
+        self._waiting = [*done.unused, *self._waiting]
+        return done
+
+    def _draw(self, n: int) -> list[Prompt]:
+        first, self._waiting = self._waiting[:n], self._waiting[n:]
+        return [*first, *self._draw_new(n - len(first))]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return waiting prompts and partial samples as JSON values; between steps."""
+        partial = self._rollout.partial
+        return {
+            "format": _FORMAT,
+            "waiting": [prompt.to_dict() for prompt in self._waiting],
+            "partial": None if partial is None else partial.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state. Partial samples are only restored into a rollout that keeps them.
+
+        Raises:
+            StateError: When it has another format.
+        """
+        if state.get("format") != _FORMAT:
+            raise StateError("collector state of another format", seen=str(state.get("format")), expected=str(_FORMAT))
+        self._waiting = [Prompt.from_dict(values) for values in state["waiting"]]
+        if self._rollout.partial is not None and state["partial"] is not None:
+            self._rollout.partial.load_state_dict(state["partial"])
