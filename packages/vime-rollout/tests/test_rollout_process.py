@@ -43,7 +43,13 @@ def until(condition, limit=15.0):
 
 
 def alive(pids):
-    return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+    def lives(pid):
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:  # it ended before it was looked at, or between the looks
+            return False
+
+    return [pid for pid in pids if lives(pid)]
 
 
 def grown(tmp_path):
