@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vime_devices import Platform
 from vime_grpo import ConfigError
-from vime_integration.accept import STAGES, Acceptance, Outcome, StageResult, run_accept, supervise
+from vime_integration.accept import STAGES, Acceptance, Outcome, Report, StageResult, Threshold, run_accept, supervise
 from vime_integration.accept import runs as runs_module
 from vime_integration.accept.page import write_page
 from vime_integration.accept.runs import Mode, layout, overrides, run_config, run_folder
@@ -127,6 +127,26 @@ def test_a_failed_stage_hides_none_after_it_and_the_exit_code_says_so(
     assert "FAILED" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="holds an acceptance already"):
         run_accept("cpu", 0, out)
+
+
+def test_what_was_shown_is_on_disk_before_the_next_stage_begins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[tuple[int, bool | None]] = []
+
+    def interrupted(stage: Stage, acceptance: Acceptance) -> StageResult:
+        file = acceptance.out / "manifest.json"
+        if file.exists():
+            manifest = json.loads(file.read_text())
+            seen.append((len(manifest["stages"]), manifest["passed"]))
+        if stage.name == "ipc_probe":
+            raise KeyboardInterrupt
+        return StageResult(stage.name, Outcome.PASS, 1.0, "", Report([Threshold("x", "1", "1", holds=True)]), "")
+
+    monkeypatch.setattr("vime_integration.accept.command.run_stage", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_accept("cpu", 0, tmp_path / "out")
+    assert seen == [(1, None), (2, None)], "an acceptance that was cut off has neither passed nor failed"
 
 
 @pytest.mark.parametrize(

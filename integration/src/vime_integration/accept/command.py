@@ -56,30 +56,37 @@ def run_accept(
     acceptance = _asked(platform, gpus, out, steps, sync_mb)
     chosen = _chosen(only)
     out.mkdir(parents=True, exist_ok=True)
-    started = _now()
-    results: list[StageResult] = []
-    for stage in STAGES:
-        _say(f"{stage.name}: {stage.title} ...")
-        result = run_stage(stage, acceptance) if stage.name in chosen else _left_out(stage)
-        results.append(result)
-        _say(f"{stage.name}: {result.outcome.value} after {result.seconds:.1f} s {result.reason}".rstrip())
-    passed = not any(result.outcome is Outcome.FAIL for result in results)
-    titles = {stage.name: stage.title for stage in STAGES}
     manifest: dict[str, Any] = {
         "schema": SCHEMA,
         "platform": platform,
         "gpus": _count(acceptance),
         "steps": steps,
-        "started": started,
-        "finished": _now(),
-        "passed": passed,
+        "started": _now(),
+        "finished": None,
+        "passed": None,
         "about": _about(acceptance),
-        "stages": [result.to_json() | {"title": titles[result.name]} for result in results],
+        "stages": [],
     }
-    (out / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    failed: list[str] = []
+    for stage in STAGES:
+        _say(f"{stage.name}: {stage.title} ...")
+        result = run_stage(stage, acceptance) if stage.name in chosen else _left_out(stage)
+        failed += [stage.name] if result.outcome is Outcome.FAIL else []
+        manifest["stages"].append(result.to_json() | {"title": stage.title})
+        _write(out, manifest)  # now: a machine that goes down in a later stage takes no result with it
+        _say(f"{stage.name}: {result.outcome.value} after {result.seconds:.1f} s {result.reason}".rstrip())
+    manifest |= {"finished": _now(), "passed": not failed}
+    _write(out, manifest)
     (out / "page.md").write_text(write_page(manifest), encoding="utf-8")
-    _say(f"{'passed' if passed else 'FAILED'}: {out / 'manifest.json'}, {out / 'page.md'}")
-    return 0 if passed else EXIT_FAILED
+    verdict = f"FAILED ({', '.join(failed)})" if failed else "passed"
+    _say(f"{verdict}: {out / 'manifest.json'}, {out / 'page.md'}")
+    return EXIT_FAILED if failed else 0
+
+
+def _write(out: Path, manifest: dict[str, Any]) -> None:
+    partial = out / "manifest.partial"
+    partial.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    partial.rename(out / "manifest.json")
 
 
 def _about(acceptance: Acceptance) -> dict[str, Any]:
