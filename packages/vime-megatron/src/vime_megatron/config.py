@@ -109,6 +109,8 @@ class TrainerConfig:
         attention: Core attention; ``auto`` takes the fastest that works on the device, row by row.
         seed: Seed of everything random in the trainer.
         random_weights: Start from a seeded random initialisation instead of the folder's weights.
+        shared_weights: On a CPU, keep the weights in shared memory, where engines of the same host can run on them; the
+            distributed optimiser brings buffers of its own and does not.
         timeout_s: Deadline of every collective operation, in seconds.
         optimizer: Optimiser and schedule.
     """
@@ -131,6 +133,7 @@ class TrainerConfig:
     attention: AttentionBackend = "auto"
     seed: int = 0
     random_weights: bool = False
+    shared_weights: bool = False
     timeout_s: float = 600.0
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
 

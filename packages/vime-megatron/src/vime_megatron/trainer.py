@@ -152,7 +152,8 @@ class MegatronTrainer:
         split = {place.param for place in self._placed if place.split}
         for name, param in self.params.items():
             param.tensor_model_parallel = name in split  # type: ignore[attr-defined]  # Megatron's gradient norm asks
-        buffers = [] if settings.distributed else flatten_parameters(self.params)
+        shared = self.config.shared_weights
+        buffers = [] if settings.distributed else flatten_parameters(self.params, shared=shared)
         self.ddp = wrap_data_parallel(self.model, settings)
         if settings.distributed:
             buffers = [buffer.param_data for buffer in gradient_buffers(self.ddp)]

@@ -12,10 +12,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from vime_sync import shared_empty
 
 from vime_megatron.errors import TrainerError
 
 _ALIGN_BYTES = 256  # vector loads and copy engines want aligned starts
+# vLLM pads a vocabulary to a multiple of 64 rows of zeros. An engine that runs on this memory reads them, so they are
+# here, behind the last row, and belong to nobody.
+_VOCABULARY = ("word_embeddings", "output_layer")
+_VOCABULARY_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -33,23 +38,30 @@ class Slot:
     shape: tuple[int, ...]
 
 
-def flatten_parameters(params: Mapping[str, torch.nn.Parameter]) -> list[Tensor]:
+def flatten_parameters(params: Mapping[str, torch.nn.Parameter], *, shared: bool = False) -> list[Tensor]:
     """Move parameters into one flat buffer per type; they become views of it.
 
     Args:
         params: Parameters by name, in the order in which they shall lie.
+        shared: Put buffers of CPU memory into shared memory, where engines of the same host can run on them.
 
     Returns:
         The buffers.
+
+    Raises:
+        TransportError: There is not enough shared memory.
     """
-    by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
-    for param in params.values():
-        by_dtype.setdefault(param.dtype, []).append(param)
+    by_dtype: dict[torch.dtype, dict[str, torch.nn.Parameter]] = {}
+    for name, param in params.items():
+        by_dtype.setdefault(param.dtype, {})[name] = param
     buffers = []
-    for dtype, members in by_dtype.items():
-        step = _ALIGN_BYTES // dtype.itemsize
-        sizes = [-(-param.numel() // step) * step for param in members]
-        buffer = torch.zeros(sum(sizes), dtype=dtype, device=members[0].device)
+    for dtype, named in by_dtype.items():
+        members = list(named.values())
+        sizes = [_room(name, param) for name, param in named.items()]
+        if shared and members[0].device.type == "cpu":
+            buffer = shared_empty(sum(sizes), dtype).zero_()
+        else:
+            buffer = torch.zeros(sum(sizes), dtype=dtype, device=members[0].device)
         offset = 0
         for param, size in zip(members, sizes, strict=True):
             view = buffer[offset : offset + param.numel()].view(param.shape)
@@ -58,6 +70,15 @@ def flatten_parameters(params: Mapping[str, torch.nn.Parameter]) -> list[Tensor]
             offset += size
         buffers.append(buffer)
     return buffers
+
+
+def _room(name: str, param: torch.nn.Parameter) -> int:
+    """Return the elements to set aside for a parameter: aligned, and a vocabulary as long as an engine pads it."""
+    numel = param.numel()
+    if any(part in name for part in _VOCABULARY):
+        numel = -(-param.shape[0] // _VOCABULARY_ROWS) * _VOCABULARY_ROWS * param.shape[1]
+    step = _ALIGN_BYTES // param.dtype.itemsize
+    return -(-numel // step) * step
 
 
 def locate(params: Mapping[str, Tensor], buffers: Sequence[Tensor]) -> tuple[dict[str, Tensor], dict[str, Slot]]:
