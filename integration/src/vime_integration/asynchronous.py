@@ -15,9 +15,7 @@ what was in flight.
 from __future__ import annotations
 
 from vime_integration.actors.rollout import RolloutReport
-from vime_integration.actors.trainer import TrainReport
 from vime_integration.bundle import Bundle
-from vime_integration.metrics import step_metrics
 from vime_integration.phases import Phases
 from vime_integration.pipeline import SHORT_S, Pipeline
 from vime_integration.translate import step_deadline
@@ -40,14 +38,9 @@ class Asynchronous(Pipeline):
             rollout: RolloutReport = self._fleet.ask_rollout(
                 "take", self.version, doing="make the next batch", deadline_s=step_deadline(self._config)
             )
-        with phases.phase("train"):
-            self._fleet.weights_move()
-            reports: list[TrainReport] = self._fleet.ask_trainers("train", rollout.batch, doing="train")
-        self._step += 1
-        with phases.phase("update_weights"):
-            report = self._update_weights()
-            self._fleet.ask_rollout("weights_changed", self.version, doing="note the new weights", deadline_s=SHORT_S)
-        metrics = phases.metrics() | rollout.metrics | step_metrics(reports, report)
+        trained = self._train(phases, rollout)
+        self._fleet.ask_rollout("weights_changed", self.version, doing="note the new weights", deadline_s=SHORT_S)
+        metrics = phases.metrics() | rollout.metrics | trained
         tokens = rollout.metrics["rollout/response_lengths"] * rollout.metrics["rollout/samples"]
         metrics["perf/tokens_per_gpu_per_sec"] = tokens / metrics["perf/step_time"] / self._fleet.engine_devices
         return metrics, rollout

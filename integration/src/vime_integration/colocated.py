@@ -13,8 +13,6 @@ at a time, and it is the one that the next rollout asks for.
 from __future__ import annotations
 
 from vime_integration.actors.rollout import RolloutReport
-from vime_integration.actors.trainer import TrainReport
-from vime_integration.metrics import step_metrics
 from vime_integration.phases import Phases
 from vime_integration.pipeline import Pipeline
 from vime_integration.translate import step_deadline
@@ -28,10 +26,5 @@ class Colocated(Pipeline):
             rollout: RolloutReport = self._fleet.ask_rollout(
                 "collect", self.version, doing="make the rollout", deadline_s=step_deadline(self._config)
             )
-        with phases.phase("train"):
-            self._fleet.weights_move()
-            reports: list[TrainReport] = self._fleet.ask_trainers("train", rollout.batch, doing="train")
-        self._step += 1
-        with phases.phase("update_weights"):
-            report = self._update_weights()
-        return phases.metrics() | rollout.metrics | step_metrics(reports, report), rollout
+        trained = self._train(phases, rollout)
+        return phases.metrics() | rollout.metrics | trained, rollout

@@ -6,11 +6,13 @@ their process trees, trainers give back shared memory) and forced after its dead
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import ray
@@ -18,15 +20,16 @@ from ray.exceptions import RayError
 from vime_devices import Platform, VimeError
 from vime_grpo import RunConfig
 from vime_rollout import CpuOptions, EngineConfig
-from vime_sync import SyncReport, SyncSession, engine_arguments, engine_environment, merge_manifests
+from vime_sync import Choice, SyncSession, engine_arguments, engine_environment, merge_manifests
 
 from vime_integration.actors.engine import EngineActor, EngineAddress
 from vime_integration.actors.rollout import RolloutActor
 from vime_integration.actors.streaming import StreamingRolloutActor
 from vime_integration.actors.trainer import TrainerActor
-from vime_integration.mending import GRACE_S, Mending
+from vime_integration.mending import GRACE_S, Mending, Written
 from vime_integration.placement import Placement, Seat
 from vime_integration.run_folder import RunFolder
+from vime_integration.sharing import choose
 from vime_integration.wait import fetch, gather
 
 logger = logging.getLogger(__name__)
@@ -71,27 +74,42 @@ class Fleet:
         return self._config.engine.servers * self._config.engine.tensor_parallel
 
     def start(self) -> None:
-        """Start everything, in parallel, and open the session that updates the engines.
+        """Start everything and open the session that updates the engines.
+
+        Trainer and engines start in parallel, unless engines are to run on the trainer's memory, which must then be
+        there first.
 
         Raises:
             VimeError: Something did not start; by name, with its cause.
         """
         config = self._config
+        choice = choose(config, self._placement)
+        logger.info("weights: %s", choice)
         for rank, seat in enumerate(self._placement.trainers):
             options = _options(seat.name, {**seat.environment, "OMP_NUM_THREADS": str(seat.threads)})
             actor = ray.remote(TrainerActor).options(**options)
-            self.trainers[seat.name] = actor.remote(config, rank, seat, self._log(seat.name))
-        for seat in self._placement.engines:
-            actor = ray.remote(EngineActor).options(**_options(f"{seat.name}-owner"))
-            self.engines[seat.name] = actor.remote(self._engine_config(seat), self._log(f"{seat.name}-owner"))
+            self.trainers[seat.name] = actor.remote(config, rank, seat, choice.transport, self._log(seat.name))
         rollout = StreamingRolloutActor if config.pipeline.mode == "async" else RolloutActor
         self.rollout = ray.remote(rollout).options(**_options("rollout")).remote(config, self._log("rollout"))
         rendezvous = f"tcp://127.0.0.1:{_free_port()}"
         tasks = {name: actor.start.remote(rendezvous) for name, actor in self.trainers.items()}
-        tasks |= {name: actor.start.remote() for name, actor in self.engines.items()}
         tasks["rollout"] = self.rollout.start.remote()
         deadline = config.engine.start_deadline_s + config.pipeline.ray_start_deadline_s
-        answers = gather(tasks, doing="start", deadline_s=deadline)
+        answers: dict[str, Any] = {}
+        if choice.weights != "dummy":
+            answers, tasks = gather(tasks, doing="start", deadline_s=deadline), {}
+            manifest = merge_manifests([answers[name] for name in self.trainers])
+            self._run.manifest.write_text(json.dumps(manifest), encoding="utf-8")
+        for seat in self._placement.engines:
+            actor = ray.remote(EngineActor).options(**_options(f"{seat.name}-owner"))
+            self.engines[seat.name] = actor.remote(self._engine_config(seat, choice), self._log(f"{seat.name}-owner"))
+        tasks |= {name: actor.start.remote() for name, actor in self.engines.items()}
+        answers |= gather(tasks, doing="start", deadline_s=deadline)
+        self._connect(answers, aliased=choice.weights != "dummy")
+
+    def _connect(self, answers: Mapping[str, Any], *, aliased: bool) -> None:
+        """Let the rollout reach the engines, and open the session."""
+        config = self._config
         addresses = {name: answers[name] for name in self.engines}
         for number, url in enumerate(config.engine.urls):  # somebody else's: used, never started and never stopped
             addresses[f"external-{number}"] = EngineAddress(f"external-{number}", url, 0.0)
@@ -102,22 +120,20 @@ class Fleet:
             [address.url for address in addresses.values()],
             merge_manifests([answers[name] for name in self.trainers]),
             deadline_s=config.sync.deadline_s,
-            mode=config.sync.mode,
             in_flight="wait" if config.pipeline.update_mode == "drain" else "keep",
         )
-        self._mending = Mending(config, self.engines, addresses, self.rollout, session, self._note)
+        self._mending = Mending(config, self.engines, addresses, self.rollout, session, aliased, self._note)
+        for plan in session.connect():
+            if plan.get("alias_refused"):
+                self._note(f"weights are copied, because engines cannot run on the trainer's: {plan['alias_refused']}")
 
-    def update_engines(self, version: int) -> SyncReport:
-        """Bring every engine to ``version``, which every trainer rank has staged.
+    def writing(self, version: int) -> AbstractContextManager[Written]:
+        """A block in which trainer ranks write weights; every engine serves them as ``version`` at its end.
 
         Raises:
             SyncError: An engine refused; every engine serves what it served, or says otherwise.
         """
-        return self._mended().update(version)
-
-    def weights_move(self) -> None:
-        """Note that a training phase begins: the trainer no longer holds what the engines serve."""
-        self._mended().weights_move()
+        return self._mended().writing(version)
 
     def counts(self) -> dict[str, float]:
         """Return ``engine/restarts`` and the versions that the engines say they serve."""
@@ -197,8 +213,10 @@ class Fleet:
                 return told
         return error
 
-    def _engine_config(self, seat: Seat) -> EngineConfig:
+    def _engine_config(self, seat: Seat, choice: Choice) -> EngineConfig:
         config, on_cpu = self._config.engine, self._placement.platform is Platform.CPU
+        manifest = "" if choice.weights == "dummy" else self._run.manifest
+        arguments = engine_arguments(weights=choice.weights, manifest=manifest)
         environment: dict[str, str | None] = {**seat.environment, **dict.fromkeys(seat.removed)}
         return EngineConfig(
             model=str(self._config.model.path),
@@ -209,7 +227,7 @@ class Fleet:
             gpu_memory_utilization=None if on_cpu else config.gpu_memory_utilization,
             enforce_eager=config.enforce_eager,
             cpu=CpuOptions(kv_cache_gib=config.kv_cache_gib, threads=seat.threads) if on_cpu else None,
-            arguments=(*engine_arguments(weights="dummy"), *config.extra_args),
+            arguments=(*arguments, *config.extra_args),
             environment={**environment, **engine_environment()},
             log_path=str(self._log(seat.name)),
             max_concurrency=self._config.rollout.concurrency,

@@ -5,8 +5,8 @@ new server before it has the weights; the server starts with dummy weights; the 
 the others serve, with a digest if digests are on; only then does the rollout reach it. Requests that the old server
 took with it are sent again with the same seeds: a request without an answer has left no sample behind.
 
-The served version can only be sent while the trainer still holds it. Between ``weights_move`` (a training phase begins)
-and the end of the next ``update`` it does not, so an engine that comes back then waits for that update.
+The served version can only be sent while the trainer still holds it, which it does not inside a ``writing`` block; an
+engine that comes back then gets the next version at the block's end.
 
 How often this may happen is a setting (`engine.restarts`). Beyond it the engine's own account of its death ends the
 run: an engine that dies again and again has a cause that no restart mends.
@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -38,6 +40,17 @@ GRACE_S = 30.0
 _ROLLOUT = "rollout"
 
 
+@dataclass
+class Written:
+    """What `Mending.writing` yields.
+
+    Attributes:
+        report: Of the update at the block's end; None until then.
+    """
+
+    report: SyncReport | None = None
+
+
 class Mending:
     """Watches the engines while the driver waits, and mends what died.
 
@@ -47,6 +60,7 @@ class Mending:
         addresses: Name -> where it can be reached.
         rollout: The rollout's actor.
         session: Updates the engines; closed with this object.
+        aliased: Whether engines run on the trainer's memory.
         note: Shows one line to the user.
     """
 
@@ -57,17 +71,18 @@ class Mending:
         addresses: Mapping[str, EngineAddress],
         rollout: Any,
         session: SyncSession,
+        aliased: bool,
         note: Callable[[str], None],
     ) -> None:
         """Ask nothing yet."""
         self._config = config
         self._engines, self._addresses = dict(engines), dict(addresses)
-        self._rollout, self._session, self._note = rollout, session, note
+        self._rollout, self._session, self._aliased, self._note = rollout, session, aliased, note
         self._asked: dict[str, tuple[Any, float]] = {}
         self._next = dict.fromkeys([*engines, _ROLLOUT], 0.0)
         self._restarts = dict.fromkeys(engines, 0)
         self._at_rest = False  # whether the trainer's weights are those that the engines serve
-        self._behind: list[str] = []  # started again, and waiting for the next update
+        self._behind: list[str] = []  # started again, without the served version yet
 
     @property
     def restarts(self) -> int:
@@ -102,41 +117,48 @@ class Mending:
                     fix=f"see the log files of {name} in the run folder",
                 )
 
-    def update(self, version: int) -> SyncReport:
-        """Bring every engine to ``version``; engines that died are mended and brought there too.
+    @contextmanager
+    def writing(self, version: int) -> Iterator[Written]:
+        """A block in which the trainer's weights become ``version``; every engine serves it when the block has ended.
+
+        Engines that run on the trainer's memory are paused for the block; others serve on until its end. Engines that
+        died are mended and brought there too.
+
+        Yields:
+            An object that holds the report once the block has ended.
 
         Raises:
             SyncError: An engine that lives refused.
             EngineError: An engine died once more than may be mended.
         """
-        began = time.perf_counter()
+        written = Written()
+        self._at_rest = wrote = False
         try:
-            report = self._session.update(version)
+            with self._session.writing(version) as block:
+                yield written
+                wrote = True
+            assert block.report is not None
+            written.report = block.report
         except SyncError as error:
-            dead = {name: told for name in self._engines if (told := self._account_of(name)) is not None}
-            if not dead:
+            if not wrote:
                 raise
-            logger.warning("the update to version %d met dead engines: %s", version, error)
-            for name, told in dead.items():
-                self._restart(name, told)
-            report = self._again(version)
+            written.report = self._despite(version, error)
         self._at_rest = True
         for name in self._behind:
             self._take_back(name)
         self._behind.clear()
-        logger.info("version %d on every engine after %.3f s", version, time.perf_counter() - began)
-        return report
 
-    def weights_move(self) -> None:
-        """Note that the trainer's weights are about to change: no engine can be given the served version any more."""
-        self._at_rest = False
-
-    def _again(self, version: int) -> SyncReport:
-        """Repeat an update that met dead engines, which are there again; the others may have committed already."""
-        states = dict(zip(self._session.urls, self._session.versions(), strict=True))
-        if version not in states.values():
+    def _despite(self, version: int, error: SyncError) -> SyncReport:
+        """Repeat a commit that met dead engines, once they are there again; others may have committed already."""
+        dead = {name: told for name in self._engines if (told := self._account_of(name)) is not None}
+        if not dead and not self._behind:
+            raise error
+        logger.warning("the update to version %d met dead engines: %s", version, error)
+        for name, told in dead.items():
+            self._restart(name, told)
+        if self._session.served < version:
             return self._session.update(version)
-        reports = [self._session.resync(url) for url, served in states.items() if served != version]
+        reports = [self._session.resync(self._addresses[name].url) for name in self._behind]
         return reports[-1]
 
     def counts(self) -> dict[str, float]:
@@ -177,6 +199,8 @@ class Mending:
             if name in self._engines:
                 return
             raise error  # somebody else's engine: not ours to start
+        if self._aliased and not self._at_rest:
+            return  # it could not start on memory that is being written; the commit at the block's end will meet it
         self._restart(name, error)
         if self._at_rest:
             self._session.resync(self._addresses[name].url)

@@ -17,6 +17,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,11 +25,13 @@ from vime_grpo import RunConfig, finite_metrics
 from vime_sync import SyncReport
 
 from vime_integration.actors.rollout import RolloutReport
+from vime_integration.actors.trainer import TrainReport
 from vime_integration.bundle import Bundle, BundleStore
 from vime_integration.errors import PipelineError
 from vime_integration.fleet import Fleet
 from vime_integration.gauges import process_gauges
 from vime_integration.guarding import Guarding
+from vime_integration.metrics import step_metrics
 from vime_integration.phases import Phases
 from vime_integration.run_folder import RunFolder
 
@@ -95,8 +98,12 @@ class Pipeline(ABC):
         """
         self._fleet.start()
         if bundle is not None:
-            self._restore(bundle)
-        report = self._update_weights()
+            self._step = self._saved_at = bundle.step
+        with self._fleet.writing(self.version) as written:
+            if bundle is not None:
+                self._restore(bundle)
+            self._fleet.ask_trainers("stage", self.version, doing="stage the weights")
+        report = self._checked(written.report)
         self._recorder.note(f"weights: {report.mode} by {report.transport}, digest {report.digest_mode}")
         for name, reason in report.reload.items():
             logger.warning("%s is loaded again by the engine at every update: %s", name, reason)
@@ -138,13 +145,23 @@ class Pipeline(ABC):
             self._recorder.note(alarm.text)
         self._guarding.enforce(self._step, alarms)
 
-    def _update_weights(self) -> SyncReport:
-        self._fleet.ask_trainers("stage", self.version, doing="stage the weights")
-        report = self._fleet.update_engines(self.version)
-        if report.version != self.version:
-            raise PipelineError(
-                "engines committed another version", seen=str(report.version), expected=str(self.version)
-            )
+    def _train(self, phases: Phases, rollout: RolloutReport) -> dict[str, float]:
+        """Train on a rollout and bring the engines to the new weights; return the metrics of both."""
+        with ExitStack() as block:
+            written = block.enter_context(self._fleet.writing(self.version + 1))
+            with phases.phase("train"):
+                reports: list[TrainReport] = self._fleet.ask_trainers(
+                    "train", rollout.batch, self.version + 1, doing="train"
+                )
+            self._step += 1
+            with phases.phase("update_weights"):
+                block.close()
+        return step_metrics(reports, self._checked(written.report))
+
+    def _checked(self, report: SyncReport | None) -> SyncReport:
+        if report is None or report.version != self.version:
+            seen = "no report" if report is None else str(report.version)
+            raise PipelineError("engines committed another version", seen=seen, expected=str(self.version))
         return report
 
     def _evaluate(self) -> dict[str, float]:
@@ -181,5 +198,4 @@ class Pipeline(ABC):
         state: dict[str, Any] = bundle.state
         self._fleet.ask_rollout("load_state_dict", state["rollout"], doing="continue in the data", deadline_s=SHORT_S)
         self._guarding.load_state_dict(state["guards"])
-        self._step = self._saved_at = bundle.step
         logger.info("continuing after step %d", self._step)

@@ -42,9 +42,9 @@ def check_before_start(config: RunConfig) -> None:
 def _load_own_code(config: RunConfig) -> None:
     """Find every function that the configuration names by its dotted path; one that cannot be called is told here."""
     if config.rollout.filter:
-        load_filter(config.rollout.filter)
+        load_filter(config.rollout.filter, config.rollout.filter_options)
     if config.rollout.generate:
-        load_generate(config.rollout.generate)
+        load_generate(config.rollout.generate, config.rollout.generate_options)
     if config.data.kind == "custom":
         load_source(config.data.source or "", config.data.options)
 

@@ -8,6 +8,7 @@
         prompts.jsonl     what became of every prompt, one object a step
         samples.jsonl     the best and the worst samples of each step
         reward.png        reward against step
+        manifest.json     where the trainer's weights lie, for engines that run on them
         logs/             one file a process
         checkpoints/      resume bundles (bundle.py)
         model/            the trained policy as a Hugging Face folder
@@ -39,6 +40,7 @@ class RunFolder:
         self.root = root
         self.config = root / "config.toml"
         self.metrics = root / "metrics.jsonl"
+        self.manifest = root / "manifest.json"
         self.prompts = root / "prompts.jsonl"
         self.samples = root / "samples.jsonl"
         self.plot = root / "reward.png"

@@ -117,8 +117,9 @@ class RolloutActor:
             self._source = open_data_source(data_config(config), self._encoder)
         name = config.reward.name or config.reward.path or ""
         self._reward = load_reward(name, timeout_s=config.reward.timeout_s, options=config.reward.options)
-        self._keep = load_filter(config.rollout.filter) if config.rollout.filter else None
-        self._generate = load_generate(config.rollout.generate) if config.rollout.generate else None
+        own = config.rollout
+        self._keep = load_filter(own.filter, own.filter_options) if own.filter else None
+        self._generate = load_generate(own.generate, own.generate_options) if own.generate else None
 
     async def connect(self, addresses: Sequence[EngineAddress]) -> None:
         """Connect to the engines.

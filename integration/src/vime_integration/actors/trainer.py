@@ -41,10 +41,12 @@ class TrainReport:
     Attributes:
         updates: Metrics of each optimiser step, in order.
         peak_rss_gib: Largest resident memory of this process so far, GiB.
+        memory: This rank's memory by phase, GiB, as `MegatronTrainer.memory` names it.
     """
 
     updates: tuple[StepMetrics, ...]
     peak_rss_gib: float
+    memory: dict[str, float]
 
 
 def trainer_config(config: RunConfig) -> TrainerConfig:
@@ -65,6 +67,8 @@ def trainer_config(config: RunConfig) -> TrainerConfig:
         logprob_chunk_tokens=section.logprob_chunk_tokens,
         recompute=section.activation_recompute,
         seed=section.seed,
+        # Both only tell where the weights lie on a CPU; on a GPU they are device memory either way.
+        shared_weights=config.sync.mode != "copy",
         timeout_s=section.step_deadline_s,
         optimizer=OptimizerSettings(
             lr=section.learning_rate,
@@ -82,11 +86,6 @@ def trainer_config(config: RunConfig) -> TrainerConfig:
     )
 
 
-def sync_transport(config: RunConfig) -> str:
-    """Return the carrier of the weights: ``auto`` is shared memory, which works on every host this loop runs on."""
-    return "shm" if config.sync.transport == "auto" else config.sync.transport
-
-
 class TrainerActor:
     """Owns one rank.
 
@@ -94,10 +93,11 @@ class TrainerActor:
         config: The run's configuration.
         rank: 0-based.
         seat: Where this rank runs.
+        transport: Carrier of the weights, as `vime_sync.choose_transport` chose it.
         log: This process's log file.
     """
 
-    def __init__(self, config: RunConfig, rank: int, seat: Seat, log: Path) -> None:
+    def __init__(self, config: RunConfig, rank: int, seat: Seat, transport: str, log: Path) -> None:
         """Settle the process; ``start`` builds the model."""
         for name in seat.removed:  # before anything looks at devices
             os.environ.pop(name, None)
@@ -105,6 +105,7 @@ class TrainerActor:
         torch.set_num_threads(seat.threads)
         self._config = config
         self._rank = rank
+        self._transport = transport
         self._device_index = seat.local_indices[0] if seat.local_indices else 0
         self._trainer: MegatronTrainer | None = None
         self._publisher: Publisher | None = None
@@ -134,20 +135,29 @@ class TrainerActor:
         source: WeightSource = self._trainer.source()
         if config.algorithm.kl_coef > 0 and config.algorithm.kl_target == "reference":
             self._reference = {name: buffer.detach().to("cpu", copy=True) for name, buffer in source.buffers.items()}
-        self._publisher = Publisher(source, transport=sync_transport(config), digest=config.sync.digest)
+        self._publisher = Publisher(source, transport=self._transport, digest=config.sync.digest)
+        self._publisher.stage(0)  # an engine that runs on this memory finds a whole version when it starts
         logger.info("rank %d of %d holds %d buffers", self._rank, world, len(source.buffers))
         return self._publisher.manifest()
 
-    def train(self, batch: RolloutBatch) -> TrainReport:
-        """Run the optimiser steps of one rollout.
+    def train(self, batch: RolloutBatch, version: int) -> TrainReport:
+        """Run the optimiser steps of one rollout, and make their weights readable to the engines.
 
         Args:
             batch: The rollout's rows, the same on every rank.
+            version: What the weights are afterwards; nothing is committed by this.
 
         Raises:
             BatchError: A row cannot be used; nothing has happened.
             GradientError: A loss or gradient is not finite; weights and optimiser are as before that update.
         """
+        assert self._publisher is not None
+        with self._publisher.writing(version):
+            updates = self._updates(batch)
+        memory = self._ready().memory()
+        return TrainReport(updates, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, memory)
+
+    def _updates(self, batch: RolloutBatch) -> tuple[StepMetrics, ...]:
         trainer, algorithm = self._ready(), self._config.algorithm
         reuse = len(batch.updates) == 1
         prepared = []
@@ -161,8 +171,18 @@ class TrainerActor:
                     more["ref_logprob"] = trainer.logprobs(plain)
             prepared.append(sequences_of(rows, **more))
         loss = WithOnPolicyDifference(PolicyLoss.from_config(algorithm, reuse_current=reuse))
-        updates = tuple(trainer.step(sequences, loss) for sequences in prepared)
-        return TrainReport(updates, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+        return tuple(trainer.step(sequences, loss) for sequences in prepared)
+
+    def make_room(self) -> dict[str, Any]:
+        """Give device memory to the engines: drop gradients, move the optimiser's state to the host.
+
+        The weights stay where they are: engines may run on them, and a sync reads them.
+        """
+        return self._ready().offload(("gradients", "optimizer")).to_dict()
+
+    def take_room(self) -> dict[str, Any]:
+        """Take back what ``make_room`` gave away."""
+        return self._ready().onload().to_dict()
 
     def stage(self, version: int) -> None:
         """Make the present weights readable to the engines under ``version``; nothing is committed by this."""
