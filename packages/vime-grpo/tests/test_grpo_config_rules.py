@@ -57,6 +57,8 @@ EVALUATION = [
         (["data.options.x=1"], r"kind 'reasoning_gym' does not use data.options"),
         (["data.source=a/b.py"], r"data.source\); seen: 'a/b.py'; expected: .*match pattern"),
         (["rollout.filter=differing"], r"neither \"differing_rewards\" nor a dotted path"),
+        (["rollout.filter=differing_rewards", "rollout.filter_options.x=1"], r"filter is 'differing_rewards'"),
+        (["rollout.generate_options.x=1"], r"there is none"),
         (["engine.urls=['http://a:1']"], r"names 1 engines .* asks for 1 to be started; set engine.count = 0"),
         (["engine.count=0"], r"engine.urls names none"),
         (["engine.count=0", "engine.urls=['a:8000']"], r"expected http://host:port"),
@@ -89,7 +91,12 @@ def test_contradictions_are_explained(run_toml: Path, overrides: list[str], text
         ["trainer.context_parallel=2", "trainer.data_parallel=4", "trainer.activation_recompute=selective"],
         ["engine.count=0", "engine.urls=['http://a:8000', 'https://b']", "engine.router=true"],
         ["rollout.filter=differing_rewards", "rollout.over_sample=3", "rollout.partial=true"],
-        ["rollout.filter=my.filters:long_enough", "rollout.generate=my.agents:play", "rollout.max_turns=4"],
+        [
+            "rollout.filter=my.filters:long_enough",
+            "rollout.filter_options.least=4",
+            "rollout.generate=my.agents:play",
+            "rollout.max_turns=4",
+        ],
         ["evaluation.pass_k=[4]"],  # off, so nothing about it has to be right
         [*EVALUATION, "evaluation.samples_per_prompt=8", "evaluation.pass_k=[1, 8]", "evaluation.temperature=0.6"],
         ["evaluation.at_start=true", "evaluation.kind=custom", "evaluation.source=my.data:Held", "evaluation.size=9"],

@@ -155,9 +155,13 @@ class RolloutSection(Section):
         description="Which finished groups may be trained on: differing_rewards (drops groups whose rewards are all "
         "equal: they have no gradient), or the dotted path of your own, `package.module:function`.",
     )
+    filter_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of your own filter.")
     generate: DottedPath | None = Field(
         default=None,
         description="Dotted path of your own generate function, `package.module:function`: turns, tools, agents.",
+    )
+    generate_options: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of your own generate function."
     )
     partial: bool = Field(
         default=False,
@@ -179,6 +183,14 @@ class RolloutSection(Section):
         if value in (None, "differing_rewards") or re.fullmatch(r"[A-Za-z_][\w.]*[:.][A-Za-z_]\w*", value):
             return value
         raise ValueError(f'{value!r} is neither "differing_rewards" nor a dotted path, `package.module:function`')
+
+    @model_validator(mode="after")
+    def _options_have_their_function(self) -> RolloutSection:
+        if self.filter_options and self.filter in (None, "differing_rewards"):
+            raise ValueError(f"rollout.filter_options are for a filter of your own; rollout.filter is {self.filter!r}")
+        if self.generate_options and self.generate is None:
+            raise ValueError("rollout.generate_options are for a generate function of your own; there is none")
+        return self
 
     @model_validator(mode="after")
     def _sampling_is_possible(self) -> RolloutSection:
