@@ -19,7 +19,7 @@ from torch import Tensor
 from vime_megatron.kernels import PLAIN, triton_kernels
 from vime_megatron.kernels.plain import HeadLayout
 from vime_megatron.logprobs import VocabShard, token_logprobs
-from vime_megatron.model.core_attention import either_attention, sdpa_attention, varlen_attention
+from vime_megatron.model.core_attention import row_by_row, sdpa_attention, varlen_attention
 from vime_megatron.model.packing import PackedTokens, inverse_frequencies, pack
 
 Save = Callable[[dict[str, Any]], None]
@@ -115,7 +115,11 @@ def _measure_attention(backend: Any, lengths: list[int]) -> dict[str, Any]:
 
 
 def _attention(results: dict[str, Any], save: Save) -> None:
-    backends = {"varlen": varlen_attention, "sdpa": sdpa_attention, "auto": either_attention}
+    backends = {
+        "varlen": varlen_attention,
+        "sdpa": sdpa_attention,
+        "auto": row_by_row(sdpa_attention, varlen_attention),
+    }
     for layout, lengths in (("even", EVEN), ("mixed", MIXED)):
         for name, backend in backends.items():
             _try(results, f"{layout}-{name}", partial(_measure_attention, backend, lengths), save)

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
-from vime_megatron import PlatformError
-from vime_megatron.model.core_attention import sdpa_attention, select_core_attention
+from vime_megatron.model.core_attention import sdpa_attention
 from vime_megatron.model.packing import inverse_frequencies, pack
 
 CPU = torch.device("cpu")
@@ -64,9 +63,3 @@ def test_changing_a_document_changes_no_other(make_trainer, tiny, batch_of, chan
     for index in range(3):
         same = torch.equal(before[index], after[index])
         assert same is (index != changed)
-
-
-def test_varlen_attention_cannot_be_forced_on_a_cpu():
-    assert select_core_attention("auto", CPU, torch.bfloat16) is sdpa_attention
-    with pytest.raises(PlatformError, match="varlen"):
-        select_core_attention("varlen", CPU, torch.bfloat16)

@@ -14,7 +14,7 @@ from vime_megatron.errors import TrainerError
 
 Dtype = Literal["float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
-AttentionBackend = Literal["auto", "sdpa", "varlen"]
+AttentionBackend = Literal["auto", "sdpa", "varlen", "flash", "te"]
 KernelBackend = Literal["auto", "torch", "triton"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -106,7 +106,9 @@ class TrainerConfig:
         recompute: Activations that the backward pass computes again instead of keeping: ``selective`` those that are
             cheap (outputs of norms and of the gated activation), ``full`` each layer from its input.
         kernels: Steps between the matrix products; ``auto`` takes Triton on a GPU in half precision, else torch.
-        attention: Core attention; ``auto`` takes the fastest that works on the device, row by row.
+        attention: Core attention; ``auto`` takes the fastest that works on the device, row by row. ``sdpa`` and
+            ``varlen`` are torch's own, ``flash`` is flash-attn's, ``te`` TransformerEngine's; one that is forced and
+            absent is an error.
         seed: Seed of everything random in the trainer.
         random_weights: Start from a seeded random initialisation instead of the folder's weights.
         shared_weights: On a CPU, keep the weights in shared memory, where engines of the same host can run on them; the

@@ -80,21 +80,30 @@ class MegatronTrainer:
 
     def _build(self, rank: int, world_size: int, init_method: str | None) -> None:
         from vime_megatron.kernels import select_kernels
-        from vime_megatron.model.core_attention import choose_attention, select_core_attention
+        from vime_megatron.model.attention_choice import choose_attention, core_attention, obstacles
         from vime_megatron.model.policy import DTYPES
         from vime_megatron.parallel import connect
+        from vime_megatron.platform.build import describe_build
 
         config, shape, platform = self.config, self.shape, self._platform
         dtype = DTYPES[config.dtype]
         attention = choose_attention(config.attention, platform.device, dtype)
         kernels = select_kernels(config.kernels, platform.device, dtype)
-        self.choices = {"device": str(platform.device), "attention": attention, "kernels": kernels.name}
+        self.choices = {
+            "device": str(platform.device),
+            "build": describe_build(),
+            "attention": attention,
+            "kernels": kernels.name,
+        }
         _log.info("rank %d: %s", rank, ", ".join(f"{name} {choice}" for name, choice in self.choices.items()))
+        for name, reason in obstacles(platform.device, dtype).items():
+            if reason:
+                _log.debug("rank %d: no %s attention: %s", rank, name, reason)
         self.topology = connect(
             config, shape, rank=rank, world_size=world_size, init_method=init_method, backend=platform.backend
         )
         try:
-            self._build_model(select_core_attention(attention, platform.device, dtype), kernels, dtype)
+            self._build_model(core_attention(attention), kernels, dtype)
         except BaseException:
             self.topology.close()  # a trainer that could not be built does not hold the process's groups
             raise

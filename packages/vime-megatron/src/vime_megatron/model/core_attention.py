@@ -1,11 +1,11 @@
 """Causal attention inside the documents of a packed row, without TransformerEngine.
 
-Two backends. ``sdpa`` runs :func:`torch.nn.functional.scaled_dot_product_attention` on groups of documents padded to a
-common length (see :mod:`vime_megatron.model.packing`): it works on CPUs and on every GPU. ``varlen`` hands the borders
-to ``torch.nn.attention.varlen``'s flash kernel: GPUs in half precision only.
+Two backends of torch's own. ``sdpa`` runs :func:`torch.nn.functional.scaled_dot_product_attention` on groups of
+documents padded to a common length (see :mod:`vime_megatron.model.packing`): it works on CPUs and on every GPU.
+``varlen`` hands the borders to ``torch.nn.attention.varlen``'s flash kernel: GPUs in half precision only.
 
-``auto`` takes ``sdpa`` where it must; where both work it decides row by row, from the documents' lengths alone, so that
-the same row is always computed alike. Documents of one length are a batch already, which on an H200 runs 1.8 times as
+Where both work, :func:`row_by_row` decides from the documents' lengths alone, so that the same row is always computed
+alike. Documents of one length are a batch already, which on an H200 runs 1.8 times as
 fast as the ragged kernel (488 against 270 TFLOP/s forward, 443 against 247 backward). Other rows go to ``varlen``:
 padding them costs gathers and scattered sums (5.2 ms against 3.1 ms for ten documents of 134 to 5000 tokens), and
 cuDNN, which serves the batch on Hopper, plans anew for every shape, 70 ms each. For the same reason only a length that
@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vime_megatron.config import AttentionBackend
 from vime_megatron.errors import PlatformError
 from vime_megatron.model.packing import PackedTokens
 
@@ -73,24 +72,42 @@ def varlen_attention(q_the: Tensor, k_tge: Tensor, v_tge: Tensor, row: PackedTok
     """Attend with the variable-length flash kernel; arguments as :func:`sdpa_attention`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = dict(_varlen_options())
+    options: dict[str, Any] = dict(varlen_options())
     if "enable_gqa" in options:
         options["enable_gqa"] = q_the.shape[1] != k_tge.shape[1]
     out: Any = varlen_attn(q_the, k_tge, v_tge, row.borders, row.borders, row.longest, row.longest, **options)
     return cast("Tensor", out)
 
 
-def either_attention(q_the: Tensor, k_tge: Tensor, v_tge: Tensor, row: PackedTokens) -> Tensor:
-    """Attend with the faster backend for this row; see the module's text and :func:`sdpa_attention`."""
-    attend = sdpa_attention if _uniform(row) and row.longest % _PLANNED_LENGTH == 0 else varlen_attention
-    return attend(q_the, k_tge, v_tge, row)
+def row_by_row(even: CoreAttention, ragged: CoreAttention) -> CoreAttention:
+    """Choose for each row, from the lengths of its documents; see the module's text.
+
+    Args:
+        even: For documents of one length that comes again.
+        ragged: For all others.
+
+    Returns:
+        The attention.
+    """
+
+    def attention(q_the: Tensor, k_tge: Tensor, v_tge: Tensor, row: PackedTokens) -> Tensor:
+        attend = even if _uniform(row) and row.longest % _PLANNED_LENGTH == 0 else ragged
+        return attend(q_the, k_tge, v_tge, row)
+
+    return attention
 
 
 @cache
-def _varlen_options() -> tuple[tuple[str, Any], ...]:
+def varlen_options() -> tuple[tuple[str, Any], ...]:
     """Say "causal" as this torch's kernel wants it: its arguments changed between releases.
 
     Without ``enable_gqa`` among them the kernel takes fewer key/value heads than query heads unasked.
+
+    Returns:
+        Arguments by name.
+
+    Raises:
+        PlatformError: The kernel's arguments are unknown.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -105,55 +122,3 @@ def _varlen_options() -> tuple[tuple[str, Any], ...]:
             fix="use attention='sdpa', or a torch from 2.10 to 2.13",
         )
     return (causal, ("enable_gqa", False)) if "enable_gqa" in known else (causal,)
-
-
-_BACKENDS: dict[str, CoreAttention] = {
-    "sdpa": sdpa_attention,
-    "varlen": varlen_attention,
-    "auto": either_attention,
-}
-
-
-def choose_attention(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """Settle what ``auto`` means and refuse what cannot work.
-
-    Args:
-        backend: What was asked for.
-        device: Where the model runs.
-        dtype: Type of the activations.
-
-    Returns:
-        ``sdpa``, ``varlen``, or ``auto`` for the faster one of both row by row.
-
-    Raises:
-        PlatformError: A backend was forced where it cannot work, or the variable-length kernel's arguments are unknown.
-    """
-    able = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and _has_varlen()
-    if backend == "varlen" and not able:
-        raise PlatformError(
-            "varlen attention cannot run here",
-            seen=f"{device.type}, {dtype}, torch {torch.__version__}",
-            expected="a GPU, half precision and torch.nn.attention.varlen",
-            fix="use attention='auto' or 'sdpa'",
-        )
-    if backend == "sdpa" or not able:
-        return "sdpa"
-    _varlen_options()
-    return backend
-
-
-def select_core_attention(backend: AttentionBackend, device: torch.device, dtype: torch.dtype) -> CoreAttention:
-    """Choose the backend once; arguments and errors as :func:`choose_attention`.
-
-    Returns:
-        The attention function.
-    """
-    return _BACKENDS[choose_attention(backend, device, dtype)]
-
-
-def _has_varlen() -> bool:
-    try:
-        import torch.nn.attention.varlen  # noqa: F401
-    except ImportError:
-        return False
-    return True

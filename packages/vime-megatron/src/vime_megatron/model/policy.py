@@ -26,6 +26,7 @@ from vime_megatron.model.mlp import GatedMLP
 from vime_megatron.model.moe import MixtureOfExperts
 from vime_megatron.model.norm import RMSNorm
 from vime_megatron.model.packing import PackedTokens
+from vime_megatron.platform.build import check_fusions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -139,8 +140,12 @@ def build_policy(
 
     Returns:
         The model, on Megatron's current device.
+
+    Raises:
+        PlatformError: Megatron's configuration asks for extensions that are not installed.
     """
     megatron = transformer_config(shape, config)
+    check_fusions(megatron)
     layer = get_gpt_layer_local_spec(qk_layernorm=False, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm

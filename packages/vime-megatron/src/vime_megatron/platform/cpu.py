@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch.overrides import TorchFunctionMode
 
 from vime_megatron.errors import PlatformError
+from vime_megatron.platform.build import full_float32
 
 _CPU = torch.device("cpu")
 
@@ -86,7 +87,7 @@ class CpuPlatform:
         try:
             for module, name, answer in _TORCH_CUDA:
                 setattr(module, name, answer)
-            with _CudaMeansCpu():
+            with _CudaMeansCpu(), full_float32():
                 yield
         finally:
             for module, name, original in kept:

@@ -1,7 +1,7 @@
 """NVIDIA and AMD GPUs: what Megatron-Core expects, with the fused kernels that a build lacks left alone.
 
-A ROCm build of torch answers to ``torch.cuda``, so both vendors share this module. Nothing here initialises
-Megatron's CUDA-only fused kernels: the models of this package do not use them.
+A ROCm build of torch answers to ``torch.cuda``, so both vendors share this module; what the two builds differ in is in
+:mod:`vime_megatron.platform.build`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import torch
 from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+
+from vime_megatron.platform.build import full_float32, warn_of_forks
 
 
 class CudaPlatform:
@@ -26,11 +28,12 @@ class CudaPlatform:
         """Make the GPU current."""
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
+        warn_of_forks()
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make this GPU current for the length of the context."""
-        with torch.cuda.device(self.device):
+        """Make this GPU current, and float32 products exact, for the length of the context."""
+        with torch.cuda.device(self.device), full_float32():
             yield
 
     def seed(self, seed: int) -> None:
