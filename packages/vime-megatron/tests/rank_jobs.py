@@ -97,6 +97,25 @@ def background(order, *, model, folder):
     return {"said": said, "wanted": wanted, "found": found}
 
 
+def split_vocabulary(order, *, problem):
+    """Logprobs of a vocabulary of 11 rows, four to a rank, one of them padding on the last."""
+    import torch.distributed as dist
+    from vime_megatron.logprobs import VocabShard, token_logprobs
+
+    rank = order["rank"]
+    dist.init_process_group("gloo", init_method=order["init_method"], rank=rank, world_size=order["world_size"])
+    hidden, weight, targets, pull = problem
+    start, rows = 4 * rank, min(4, 11 - 4 * rank)
+    mine = torch.zeros(4, weight.shape[1], dtype=weight.dtype)
+    mine[:rows] = weight[start : start + rows]
+    hidden, mine = hidden.clone().requires_grad_(), mine.requires_grad_()
+    shard = VocabShard(start=start, rows=rows, group=dist.group.WORLD, chunk=3)
+    values = token_logprobs(hidden, mine, targets, temperature=1.3, shard=shard)
+    grads = torch.autograd.grad((torch.stack(values) * pull).sum(), (hidden, mine))
+    dist.destroy_process_group()
+    return {"values": [value.detach() for value in values], "hidden": grads[0], "weight": grads[1]}
+
+
 if "ORDER" in globals():
     given = globals()["ORDER"]
     torch.save(globals()[given["job"]](given, **given["arguments"]), given["out"])

@@ -7,11 +7,10 @@ import sys
 
 import pytest
 import torch
-from vime_megatron.errors import PlatformError, TrainerError
+from vime_megatron.errors import TrainerError
 from vime_megatron.kernels import plain
 from vime_megatron.kernels.plain import HeadLayout
 from vime_megatron.losses import sft_loss
-from vime_megatron.model.core_attention import choose_attention
 
 NAMES = ("vime_megatron.kernels.layer", "vime_megatron.kernels.vocab")
 
@@ -76,18 +75,6 @@ def test_vocabulary(fused):
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_the_gradient_of_logprob_and_entropy_is_the_derivative():
-    logits, rows, scale = torch.randn(3, 11), torch.tensor([2, 10, 0]), 1.3
-    weights = torch.randn(2, 3)
-    leaf = logits.clone().requires_grad_()
-    logp = (leaf * scale).log_softmax(-1)
-    entropy = -(logp.exp() * logp).sum(-1)
-    total = (weights[0] * logp.gather(1, rows[:, None])[:, 0] + weights[1] * entropy).sum()
-    (wanted,) = torch.autograd.grad(total, leaf)
-    got = plain.vocab_gradient(logits, rows, scale, (logits * scale).logsumexp(-1), entropy.detach(), *weights)
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
-
-
 def test_selective_recomputation_changes_no_bit(make_trainer, tiny, batch):
     runs = []
     for recompute in ("none", "selective"):
@@ -122,12 +109,3 @@ def test_weights_stay_once_their_addresses_are_out(make_trainer, tiny):
     trainer.source()
     with pytest.raises(TrainerError, match="weights cannot leave"):
         trainer.offload(["weights"])
-
-
-def test_attention_is_padded_sdpa_on_a_cpu_and_nothing_falls_back_silently():
-    cpu = torch.device("cpu")
-    assert choose_attention("auto", cpu, torch.bfloat16) == "sdpa"
-    with pytest.raises(PlatformError, match="varlen attention cannot run here"):
-        choose_attention("varlen", cpu, torch.bfloat16)
-    assert choose_attention("auto", torch.device("cuda"), torch.float32) == "sdpa"
-    assert choose_attention("auto", torch.device("cuda"), torch.bfloat16) == "auto"

@@ -83,7 +83,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, hidden_tm: Tensor, weight_vm: Tensor, targets_t: Tensor, scale: float, shard: VocabShard
     ) -> tuple[Tensor, Tensor]:
         count = targets_t.numel()
-        logprobs_t = hidden_tm.new_empty(count, dtype=torch.float32)
+        wide = torch.promote_types(hidden_tm.dtype, torch.float32)
+        logprobs_t = hidden_tm.new_empty(count, dtype=wide)
         entropy_t, logsum_t = torch.empty_like(logprobs_t), torch.empty_like(logprobs_t)
         for start in range(0, count, shard.chunk):
             span = slice(start, start + shard.chunk)
@@ -100,7 +101,7 @@ class _TokenLogprobs(torch.autograd.Function):
         shard: VocabShard = ctx.shard
         grad_logprobs_t, grad_entropy_t = grad_logprobs_t.contiguous(), grad_entropy_t.contiguous()
         grad_hidden_tm = torch.empty_like(hidden_tm)
-        grad_weight_vm = torch.zeros_like(weight_vm, dtype=torch.float32)
+        grad_weight_vm = torch.zeros_like(weight_vm, dtype=logsum_t.dtype)
         for start in range(0, targets_t.numel(), shard.chunk):
             span = slice(start, start + shard.chunk)
             grad_cv = shard.kernels.vocab_gradient(

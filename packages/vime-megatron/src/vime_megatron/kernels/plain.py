@@ -83,6 +83,11 @@ def gated_silu(x_t2f: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _wide(x: Tensor) -> torch.dtype:
+    """Return the type to add up in: float32, or float64 for those who check derivatives in it."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def rotate(x_the: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
     """Turn each pair ``(x[i], x[i + e/2])`` by its position's angle (RoFormer, arXiv 2104.09864), in float32.
 
@@ -94,7 +99,7 @@ def rotate(x_the: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
     Returns:
         The rotated tensor, in the type of ``x_the``.
     """
-    wide = torch.promote_types(x_the.dtype, torch.float32)
+    wide = _wide(x_the)
     cos, sin = cos_td[:, None, :].to(wide), sin_td[:, None, :].to(wide)
     left, right = x_the.to(wide).chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x_the.dtype)
@@ -132,7 +137,7 @@ def query_key_value(
 
 
 def vocab_statistics(logits_cv: Tensor, rows_c: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reduce each row ``z = scale * logits`` to what its softmax needs, in float32.
+    """Reduce each row ``z = scale * logits`` to what its softmax needs, in float32 (float64 for float64 logits).
 
     Args:
         logits_cv: Unscaled logits.
@@ -143,7 +148,7 @@ def vocab_statistics(logits_cv: Tensor, rows_c: Tensor, scale: float) -> tuple[T
         ``[c]`` each: ``peak = max z``, ``mass = sum exp(z - peak)``, ``moment = sum exp(z - peak) (z - peak)``, and the
         target's ``z`` (0 where another rank holds it).
     """
-    z_cv = logits_cv.float() * scale
+    z_cv = logits_cv.to(_wide(logits_cv)) * scale
     target_c = z_cv.gather(1, rows_c.clamp(min=0)[:, None]).squeeze(1).where(rows_c >= 0, 0.0)
     peak_c = z_cv.amax(dim=-1)
     z_cv.sub_(peak_c[:, None])
@@ -174,7 +179,7 @@ def vocab_gradient(
     Returns:
         ``[c, v]`` in the logits' type.
     """
-    logp_cv = logits_cv.float().mul(scale).sub_(logsum_c[:, None])
+    logp_cv = logits_cv.to(_wide(logits_cv)).mul(scale).sub_(logsum_c[:, None])
     p_cv = logp_cv.exp()
     # -p (g_logprob + g_entropy (log p + H)), then + g_logprob at the target
     factor_cv = logp_cv.add_(entropy_c[:, None]).mul_(grad_entropy_c[:, None]).add_(grad_logprob_c[:, None])
