@@ -20,7 +20,7 @@ from vime_integration.doctor.configuration import check_configuration
 from vime_integration.doctor.devices import DeviceMemory, check_devices
 from vime_integration.doctor.findings import at_least, guarded, size, worst
 from vime_integration.doctor.host import Host, available_memory, check_host
-from vime_integration.doctor.packages import check_packages, defines, package_folder, unmet
+from vime_integration.doctor.packages import check_packages, package_folder, unmet
 
 Usage = namedtuple("Usage", "total used free")
 GIB = 2**30
@@ -153,20 +153,18 @@ def test_a_vllm_outside_the_window_is_a_warning(monkeypatch, tmp_path: Path, ver
     assert by_name(check_packages({}))["packages.vllm"].status is Status.WARN
 
 
-def test_a_name_is_found_in_source_wherever_a_module_can_bind_it(tmp_path: Path) -> None:
-    package = tmp_path / "engine"
-    (package / "part").mkdir(parents=True)
-    (package / "part/__init__.py").write_text("from engine.part.inner import moved\n")
-    (package / "plain.py").write_text(
-        "import sys\nif sys:\n    def chosen(): ...\ntry:\n    value: int = 1\nexcept ImportError:\n    other = 2\n"
-        "class Own:\n    table = {}\n    def method(self): ...\nclass Child(Own):\n    pass\n"
-    )
-    there = ["chosen", "value", "other", "Own", "Own.method", "Own.table", "Child.method"]
-    assert [name for name in there if not defines(package, "engine.plain", name)] == []
-    assert defines(package, "engine.part", "moved")
-    assert not defines(package, "engine.plain", "Own.absent")
-    assert not defines(package, "engine.plain", "absent")
-    assert not defines(package, "engine.gone", "Own")
+def test_what_a_vllm_lacks_is_listed_with_what_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("")
+    monkeypatch.setattr("vime_integration.doctor.packages.package_folder", lambda _name: tmp_path / "vllm")
+    checks = list(check_packages({}))
+    failed = by_name(checks)["packages.vllm-interface"]
+    assert failed.status is Status.FAIL
+    assert "WeightTransferEngineFactory.register_engine" in failed.seen
+    assert "pausing" in failed.seen, "with what it is for"
+    lost = [check for check in checks if check.name == "packages.vllm-better"]
+    assert lost
+    assert all(check.status is Status.WARN for check in lost)
 
 
 def test_the_installed_vllm_fits_without_being_imported() -> None:

@@ -1,24 +1,22 @@
 """Checks of the installed packages: versions against what our distributions ask for, one vLLM, and its interface.
 
-Nothing of vLLM is imported, which would take the better part of a minute: its source is parsed instead. What the sync
-plugin needs is the plugin's own list (`vime_sync.vllm_plugin.window.NEEDED`), so that there is one list. A method that
-a class inherits cannot be seen this way; then the class is enough, and the plugin's own check has the last word.
+Nothing of vLLM is imported, which would take the better part of a minute: its source is read instead. What the sync
+plugin needs of it, and how that is found in source, is the plugin's own affair (`vime_sync.vllm_plugin.window`); the same
+lists are checked again, by import, when an engine starts.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
-from vime_sync.vllm_plugin.window import NEEDED
+from vime_sync.vllm_plugin.window import BETTER, CLIENT, NEEDED, SUPPORTED, missing_in
 
 from vime_integration.doctor.findings import Check, Status
 
@@ -111,7 +109,7 @@ def _engine(environ: Mapping[str, str]) -> Iterator[Check]:
         return
     name, version = engine_distribution()
     yield _in_window(name, version)
-    yield _interface()
+    yield from _interface()
     yield _plugin(environ)
 
 
@@ -129,16 +127,20 @@ def _in_window(name: str, version: str) -> Check:
     )
 
 
-def _interface() -> Check:
+def _interface() -> Iterator[Check]:
     root = package_folder("vllm")
-    missing = [f"{module}:{path}" for module, path in NEEDED if root is None or not defines(root, module, path)]
-    return Check(
+    missing = [*NEEDED, *CLIENT] if root is None else missing_in(root, (*NEEDED, *CLIENT))
+    count = len(NEEDED) + len(CLIENT)
+    yield Check(
         "packages.vllm-interface",
         Status.FAIL if missing else Status.OK,
-        f"missing: {', '.join(missing)}" if missing else f"{len(NEEDED)} of {len(NEEDED)} names",
-        "what vime-sync's plugin needs of vLLM",
-        "install a vLLM from the compatibility table of vime-sync",
+        f"missing: {', '.join(map(str, missing))}" if missing else f"{count} of {count} names",
+        "what vime-sync needs of vLLM",
+        f"install {SUPPORTED}",
     )
+    for part in [] if root is None else missing_in(root, BETTER):
+        lost = f"{part.module}:{part.path} is missing, and with it {part.purpose}"
+        yield Check("packages.vllm-better", Status.WARN, lost, "", "a newer vLLM has it")
 
 
 def _plugin(environ: Mapping[str, str]) -> Check:
@@ -160,48 +162,3 @@ def package_folder(name: str) -> Path | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     return Path(next(iter(spec.submodule_search_locations)))
-
-
-def defines(root: Path, module: str, path: str) -> bool:
-    """Tell from source whether a module has a name, or a class in it a member.
-
-    Args:
-        root: Folder of the top-level package.
-        module: Dotted name of the module, from that package.
-        path: ``name`` or ``Class.member``. An inherited member counts as there.
-    """
-    stem = root.joinpath(*module.split(".")[1:])
-    file = next((f for f in (stem / "__init__.py", stem.with_suffix(".py")) if f.is_file()), None)
-    if file is None:
-        return False
-    names = _bound(file)
-    first, _, member = path.partition(".")
-    if first not in names:
-        return False
-    node = names[first]
-    if not member or not isinstance(node, ast.ClassDef):
-        return True
-    return bool(node.bases) or member in {name for child in node.body for name in _names(child)}
-
-
-@lru_cache(maxsize=64)
-def _bound(file: Path) -> dict[str, ast.AST]:
-    """Names that a module binds at its top level, conditional branches included."""
-    found: dict[str, ast.AST] = {}
-    waiting: list[ast.AST] = list(ast.parse(file.read_text(encoding="utf-8")).body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
-            inner = ast.iter_child_nodes(node)
-            waiting += [child for child in inner if isinstance(child, ast.stmt | ast.ExceptHandler)]
-        found.update(dict.fromkeys(_names(node), node))
-    return found
-
-
-def _names(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [target.id for target in targets if isinstance(target, ast.Name)]
