@@ -151,6 +151,19 @@ def test_the_summary_compares_the_beginning_with_the_end(page: Page) -> None:
     assert "50 steps, 1 to 50; 0.05 hours in steps." in " ".join(page.texts["p"][0].split())
 
 
+def test_another_run_is_drawn_beside_by_its_name(run_folder: Path, tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "other" / "metrics.jsonl") as writer:
+        for step in range(1, 4):
+            writer.write(step, {"rollout/raw_reward": 0.5, "perf/step_time": 7200.0})
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "other"), "--compare", str(run_folder)])
+    assert result.exit_code == 0
+    page = Page((tmp_path / "other" / "report.html").read_text())
+    assert page.texts["text"].count("<b>demo & co: rollout/raw_reward") == 2  # over steps and over time
+    assert "<b>demo & co: train/entropy_loss" not in page.texts["text"]
+    assert any(text == "Dashed: <b>demo & co (50 steps)." for text in page.texts["p"])
+    assert {"2", "4", "6"} <= set(page.texts["text"]), "hours"
+
+
 def test_a_run_of_one_step_without_samples_or_configuration(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "run" / "metrics.jsonl") as writer:
         writer.write(1, {"rollout/raw_reward": 0.0, "perf/step_time": 1.0, "train/train_rollout_logprob_abs_diff": 0.0})

@@ -81,12 +81,15 @@ def report(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page; by default report.html in the folder.")
     ] = None,
+    compare: Annotated[
+        list[Path] | None, typer.Option(metavar="RUN_DIR", help="A run to draw beside it; repeatable.")
+    ] = None,
 ) -> None:
     """Write a run's report: one HTML page with its curves and samples, that needs no network."""
     with _reported():
         from vime_grpo.report import write_report
 
-        typer.echo(write_report(run, out))
+        typer.echo(write_report(run, out, compare=compare or []))
 
 
 class Platform(StrEnum):

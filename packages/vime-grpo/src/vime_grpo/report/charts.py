@@ -23,6 +23,8 @@ MAX_POINTS = 600
 SMOOTH_FROM = 40
 #: Colours that people with any colour vision can tell apart (M. Okabe and K. Ito, 2008).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5C00", "#555555")
+#: Horizontal axis of charts over time.
+HOURS = "hours in steps"
 #: Times that lie within others, or are their sum.
 _NOT_PHASES = {"perf/step_time", "perf/actor_train_time", "perf/generation_idle_time"}
 
@@ -36,7 +38,8 @@ class Chart:
         unit: What the vertical axis counts.
         metrics: Patterns of whole names of metrics, in the order in which they are drawn.
         draw: Draws the metrics that the run has on a matplotlib ``Axes``.
-        across: What the horizontal axis counts.
+        across: What the horizontal axis counts: steps, or `HOURS` of them.
+        compared: Whether other runs are drawn beside it.
         log: Logarithmic vertical axis.
     """
 
@@ -45,6 +48,7 @@ class Chart:
     metrics: tuple[str, ...]
     draw: Callable[[Any, Rows, Sequence[str]], None]
     across: str = "step"
+    compared: bool = False
     log: bool = False
 
     def names(self, rows: Rows) -> list[str]:
@@ -95,9 +99,21 @@ def _lines(axes: Any, rows: Rows, names: Sequence[str]) -> None:
             axes.plot(steps, running_mean(values, len(values) // 20), color=color, linewidth=1.6, label=name)
 
 
-def _over_time(axes: Any, rows: Rows, names: Sequence[str]) -> None:
+def _over_hours(rows: Rows) -> Rows:
+    """Return rows whose step is the time at its end, in hours since the run began; pauses do not count."""
     ends = itertools.accumulate(row.get("perf/step_time", 0.0) / 3600 for row in rows)
-    _lines(axes, [{**row, "step": hours} for row, hours in zip(rows, ends, strict=True)], names)
+    return [{**row, "step": hours} for row, hours in zip(rows, ends, strict=True)]
+
+
+def _beside(axes: Any, chart: Chart, others: Sequence[tuple[str, Rows]]) -> None:
+    """Draw the same metrics of other runs, dashed, each run in its own colour."""
+    for index, (run, rows) in enumerate(others):
+        color = COLORS[(len(chart.metrics) + index) % len(COLORS)]
+        for name in chart.names(rows):
+            steps, values = series(_over_hours(rows) if chart.across == HOURS else rows, name)
+            if len(values) >= SMOOTH_FROM:
+                values = running_mean(values, len(values) // 20)
+            axes.plot(steps, values, color=color, linewidth=1.4, linestyle="--", label=f"{run}: {name}")
 
 
 def _stacked(axes: Any, rows: Rows, names: Sequence[str]) -> None:
@@ -132,9 +148,9 @@ def _histogram(axes: Any, rows: Rows, names: Sequence[str]) -> None:
 
 
 CHARTS = (
-    Chart("Reward", "mean reward", ("rollout/raw_reward",), _lines),
-    Chart("Reward over time", "mean reward", ("rollout/raw_reward",), _over_time, across="hours in steps"),
-    Chart("Evaluation", "share or mean reward", ("eval/reward", r"eval/pass@\d+"), _lines),
+    Chart("Reward", "mean reward", ("rollout/raw_reward",), _lines, compared=True),
+    Chart("Reward over time", "mean reward", ("rollout/raw_reward",), _lines, across=HOURS, compared=True),
+    Chart("Evaluation", "share or mean reward", ("eval/reward", r"eval/pass@\d+"), _lines, compared=True),
     Chart(
         "Difference of log-probabilities between trainer and engine",
         "nats",
@@ -169,11 +185,12 @@ CHARTS = (
 )
 
 
-def draw_charts(rows: Rows) -> list[tuple[str, str]]:
+def draw_charts(rows: Rows, others: Sequence[tuple[str, Rows]] = ()) -> list[tuple[str, str]]:
     """Draw every chart that a run has metrics for.
 
     Args:
         rows: Metrics of each step.
+        others: Names and metrics of runs to compare with.
 
     Returns:
         (title, SVG element) of each; identities in one do not occur in another.
@@ -194,7 +211,9 @@ def draw_charts(rows: Rows) -> list[tuple[str, str]]:
                 continue
             figure = Figure(figsize=(6.4, 2.9), layout="constrained")
             axes = figure.add_subplot()
-            chart.draw(axes, rows, names)
+            chart.draw(axes, _over_hours(rows) if chart.across == HOURS else rows, names)
+            if chart.compared:
+                _beside(axes, chart, others)
             if chart.log and any(row.get(name, 0.0) > 0 for row in rows for name in names):
                 axes.set_yscale("log")
             _dress(axes, chart)
@@ -207,7 +226,7 @@ def _dress(axes: Any, chart: Chart) -> None:
     axes.set_xlabel(chart.across)
     axes.grid(axis="y", alpha=0.3, linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)
-    if chart.draw is not _over_time:
+    if chart.across != HOURS:
         axes.xaxis.get_major_locator().set_params(integer=True)
     if axes.get_legend_handles_labels()[1]:
         axes.figure.legend(fontsize=7, frameon=False, loc="outside upper left", ncols=2)

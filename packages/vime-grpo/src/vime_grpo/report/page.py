@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from vime_grpo.console import SHOWN
@@ -13,25 +14,26 @@ from vime_grpo.report.recorded import RecordedRun, read_run
 SAMPLES, STEPS = 5, 6
 
 
-def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
+def write_report(folder: str | Path, out: str | Path | None = None, *, compare: Sequence[str | Path] = ()) -> Path:
     """Write the report of a run, finished or not.
 
     Args:
         folder: The run folder.
         out: The page; by default ``report.html`` in the folder.
+        compare: Folders of runs whose rewards are drawn beside.
 
     Returns:
         The page.
 
     Raises:
-        ReportError: The folder is no run, or the page cannot be written.
+        ReportError: A folder is no run, or the page cannot be written.
         MetricsError: A file of the run cannot be read.
         LaunchError: The extra ``report`` is not installed.
     """
     run = read_run(folder)
     page = Path(out) if out is not None else Path(folder) / "report.html"
     # A lone surrogate, which a broken byte of a model's answer becomes, has no UTF-8.
-    content = render(run).encode("utf-8", errors="replace")
+    content = render(run, [read_run(other) for other in compare]).encode("utf-8", errors="replace")
     beside = page.with_name(page.name + ".new")
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
@@ -42,11 +44,12 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     return page.absolute()
 
 
-def render(run: RecordedRun) -> str:
+def render(run: RecordedRun, others: Sequence[RecordedRun] = ()) -> str:
     """Return the page of a run.
 
     Args:
         run: What was recorded.
+        others: Runs to compare with.
 
     Raises:
         LaunchError: The extra ``report`` is not installed.
@@ -56,7 +59,7 @@ def render(run: RecordedRun) -> str:
 
         from vime_grpo.report.charts import MAX_POINTS, draw_charts
 
-        charts = draw_charts(run.metrics)
+        charts = draw_charts(run.metrics, [(other.name, other.metrics) for other in others])
     except ImportError as error:
         raise LaunchError(
             "reports need packages that are not installed",
@@ -71,6 +74,7 @@ def render(run: RecordedRun) -> str:
     best, worst = run.extremes(SAMPLES)
     return environment.get_template("page.html.jinja").render(
         run=run,
+        others=others,
         charts=charts,
         summary=summary(run, edge),
         edge=edge,
