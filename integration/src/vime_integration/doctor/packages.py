@@ -1,8 +1,8 @@
 """Checks of the installed packages: versions against what our distributions ask for, one vLLM, and its interface.
 
 Nothing of vLLM is imported, which would take the better part of a minute: its source is read instead. What the sync
-plugin needs of it, and how that is found in source, is the plugin's own affair (`vime_sync.vllm_plugin.window`); the same
-lists are checked again, by import, when an engine starts.
+plugin needs of it, and how that is found in source, is the plugin's own affair (`vime_sync.vllm_plugin.window`). It
+checks the same lists by import when an engine starts.
 """
 
 from __future__ import annotations
