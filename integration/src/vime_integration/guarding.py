@@ -28,7 +28,8 @@ class Guarding:
     def __init__(self, config: RunConfig) -> None:
         """Begin with nothing seen."""
         self._guards = Guards.from_config(config)
-        self._stale = config.pipeline.mode == "async" and config.pipeline.max_weight_lag > 0
+        old_tokens = config.pipeline.mode == "async" or config.rollout.partial
+        self._stale = old_tokens and config.pipeline.max_weight_lag > 0
 
     def check(self, step: int, metrics: Mapping[str, float], why_zero: Sequence[tuple[str, int]]) -> list[Alarm]:
         """Look at one step.

@@ -85,7 +85,7 @@ class Producer:
         max_lag: Largest lag that may be trained on, in versions.
         concurrency: Most samples in work at a time.
         on_expired: What becomes of a group that is too old all the same (after a resume, or a change of ``max_lag``).
-        keep: Decides about a group: "" keeps it, a reason drops it; None keeps all.
+        keep: Decides about a group: "" keeps it, a reason drops it.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Producer:
         max_lag: int,
         concurrency: int,
         on_expired: Literal["drop", "refresh"] = "refresh",
-        keep: GroupFilter | None = None,
+        keep: GroupFilter = lambda _group: "",
     ) -> None:
         """Begin nothing yet."""
         self._generator, self._source, self._on_expired = generator, source, on_expired
@@ -226,7 +226,7 @@ class Producer:
         self._changed.set()
 
     def _settle(self, prompt: Prompt, group: SampleGroup) -> None:
-        reason = self._keep(group) if self._keep else ""
+        reason = self._keep(group)
         if not reason:
             self._buffer.admit(group)
             self._barren = 0

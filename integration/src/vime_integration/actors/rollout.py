@@ -40,11 +40,12 @@ from vime_rollout import (
     zero_reasons,
 )
 from vime_rollout.errors import EngineDeadError
+from vime_rollout.experimental import PartialSamples
 
 from vime_integration.actors.engine import EngineAddress
 from vime_integration.batches import make_batch
 from vime_integration.cluster import log_to_file
-from vime_integration.collector import Collector
+from vime_integration.collector import StepCollector
 from vime_integration.errors import PipelineError
 from vime_integration.ledger import LedgerEntry
 from vime_integration.reading import records_of
@@ -85,17 +86,19 @@ class RolloutActor:
         log: This process's log file.
     """
 
-    #: Largest lag of a token that is trained on.
-    _max_lag = 0
+    #: Whether generation goes on by itself, and is not asked for step by step.
+    _streams = False
 
     def __init__(self, config: RunConfig, log: Path) -> None:
         """Keep the configuration; ``start`` loads tokenizer, data and reward."""
         log_to_file(log)
         self._config = config
+        # Asked step by step, all tokens are of the step's weights, unless a step goes on from what the last one cut.
+        self._max_lag = config.pipeline.max_weight_lag if self._streams or config.rollout.partial else 0
         self._source: DataSource | None = None
-        self._keep: GroupFilter | None = None
+        self._keep: GroupFilter = load_filter("all")
         self._generate: GenerateFunction | None = None
-        self._collector: Collector | None = None
+        self._collector: StepCollector | None = None
         self._questions: list[Prompt] = []
         self._encoder: Encoder | None = None
         self._reward: Reward | None = None
@@ -118,7 +121,7 @@ class RolloutActor:
         name = config.reward.name or config.reward.path or ""
         self._reward = load_reward(name, timeout_s=config.reward.timeout_s, options=config.reward.options)
         own = config.rollout
-        self._keep = load_filter(own.filter, own.filter_options) if own.filter else None
+        self._keep = load_filter(own.filter or "all", own.filter_options)
         self._generate = load_generate(own.generate, own.generate_options) if own.generate else None
 
     async def connect(self, addresses: Sequence[EngineAddress]) -> None:
@@ -149,16 +152,17 @@ class RolloutActor:
             max_losses=section.restarts + 1,
         )
         self._rollout = Rollout(
-            self._pool, self._encoder, self._reward, rollout_config(self._config), generate=self._generate
+            self._pool,
+            self._encoder,
+            self._reward,
+            rollout_config(self._config),
+            generate=self._generate,
+            partial=PartialSamples(max_lag=self._max_lag) if config.partial and not self._streams else None,
         )
-        self._make_collector()
-
-    def _make_collector(self) -> None:
-        assert self._rollout is not None
-        assert self._source is not None
-        section = self._config.rollout
-        self._collector = Collector(
-            self._rollout, self._source, batch=section.batch_size, ahead=section.over_sample, keep=self._keep
+        if self._source is None:
+            raise PipelineError("the rollout was connected before it was started", fix="call start() first")
+        self._collector = StepCollector(
+            self._rollout, self._source, batch=config.batch_size, ahead=config.over_sample, keep=self._keep
         )
 
     async def lost(self) -> dict[str, str]:

@@ -27,10 +27,11 @@ class StreamingRolloutActor(RolloutActor):
         log: This process's log file.
     """
 
+    _streams = True
+
     def __init__(self, config: RunConfig, log: Path) -> None:
         """Keep the configuration."""
         super().__init__(config, log)
-        self._max_lag = config.pipeline.max_weight_lag
         self._producer: Producer | None = None
 
     async def connect(self, addresses: Sequence[EngineAddress]) -> None:
