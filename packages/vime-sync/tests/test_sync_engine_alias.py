@@ -12,7 +12,7 @@ from vime_sync import AliasError, EngineError, NotStartedError, Publisher, SyncS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
 
-MODEL = DENSE | {"tie_word_embeddings": True, "vocab_size": 100, "dtype": "bfloat16"}
+MODEL = DENSE | {"tie_word_embeddings": True, "vocab_size": 100, "dtype": "bfloat16", "intermediate_size": 512}
 
 
 def write(session, publisher, version, seed):

@@ -12,7 +12,10 @@ PLUGIN = "vime_sync"
 
 
 def engine_arguments(
-    *, weights: Literal["checkpoint", "dummy", "alias", "auto"] = "checkpoint", manifest: Path | str = ""
+    *,
+    weights: Literal["checkpoint", "dummy", "alias", "auto"] = "checkpoint",
+    manifest: Path | str = "",
+    allocate: bool = False,
 ) -> list[str]:
     """Command-line arguments for ``vllm serve`` (or ``python -m vllm.entrypoints.openai.api_server``).
 
@@ -21,6 +24,8 @@ def engine_arguments(
             sends its own before the first request. ``"alias"`` runs on the trainer's memory (`vime_sync.aliasing`) or
             does not start; ``"auto"`` does so where the layout allows it, and starts like ``"dummy"`` where not.
         manifest: For the last two: the file that holds the trainer's merged manifest as JSON.
+        allocate: For the last two: build the model with memory for its parameters, which is given back when they are
+            aliased. Only for a model that `vime_sync.vllm_plugin.unallocated` refuses.
 
     Returns:
         The arguments.
@@ -34,7 +39,9 @@ def engine_arguments(
         "vime_sync.vllm_plugin.worker.SyncWorker",
     ]
     if weights != "checkpoint":
-        options = {"weights": weights} | ({"manifest": str(Path(manifest).resolve())} if manifest else {})
+        options: dict[str, str | bool] = {"weights": weights}
+        options |= {"manifest": str(Path(manifest).resolve())} if manifest else {}
+        options |= {"allocate": True} if allocate else {}
         arguments += ["--model-loader-extra-config", json.dumps(options)]
     return arguments
 

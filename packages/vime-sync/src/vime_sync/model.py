@@ -64,10 +64,11 @@ def plan_model(model: Model, tensors: Sequence[CheckpointTensor], *, cast: bool 
         PlanError: By name: an unknown name, a wrong shape or dtype, a hole, or a layout that no copy can reach.
     """
     live = model.live()
-    first: dict[int, str] = {}
+    first: dict[tuple[bool, int], str] = {}
     for name, tensor in live.items():
         if tensor.numel():
-            first.setdefault(tensor.data_ptr(), name)
+            at = int(tensor.untyped_storage()._cdata) if tensor.is_meta else tensor.data_ptr()
+            first.setdefault((tensor.is_meta, at), name)
     own = {name: live[name] for name in first.values()}
     recording = record_loaders(model.load_weights, own, tensors)
     required, obstacles = model.required(), model.obstacles()

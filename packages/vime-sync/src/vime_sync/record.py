@@ -15,6 +15,7 @@ expert parallel layout, since each worker records its own loaders.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,13 +89,19 @@ class Recording:
 
 
 class LiveIndex:
-    """Finds which live tensor a memory address belongs to (live tensors may share one storage, as aliased ones do)."""
+    """Finds which live tensor a memory address belongs to (live tensors may share one storage, as aliased ones do).
+
+    A model may be built without memory (on the meta device); such a tensor is found by its storage, which is its own.
+    """
 
     def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
         """Index tensors by their address range; of tied names the first is kept."""
         self.names: dict[int, str] = {}
         self._ranges: list[tuple[int, int, str, int]] = []
+        self._bare: dict[int, tuple[str, int]] = {}
         for name, tensor in live.items():
+            if tensor.is_meta:
+                self._bare.setdefault(_key(tensor), (name, int(tensor.storage_offset())))
             if tensor.is_meta or tensor.numel() == 0 or tensor.data_ptr() in self.names:
                 continue
             self.names[tensor.data_ptr()] = name
@@ -106,8 +113,9 @@ class LiveIndex:
 
     def find(self, tensor: torch.Tensor) -> tuple[str, View] | None:
         """The live tensor that `tensor` is a view of, and the view relative to its first element."""
-        from bisect import bisect_right
-
+        if tensor.is_meta:
+            bare = self._bare.get(_key(tensor))
+            return None if bare is None else (bare[0], View.of(tensor, offset=int(tensor.storage_offset()) - bare[1]))
         at = bisect_right(self._begins, tensor.data_ptr()) - 1
         if at < 0 or tensor.data_ptr() >= self._ranges[at][1]:
             return None
@@ -140,7 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Intercept copies into live memory; let views and everything harmless run."""
         kwargs = kwargs or {}
         target = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if func._schema.is_mutable and target is not None and not target.is_meta:
+        if func._schema.is_mutable and target is not None and (not target.is_meta or self._live.find(target)):
             return self._mutation(func, target, args, kwargs)
         if func is aten._to_copy.default and target is not None and self._is_move(target, kwargs):
             return target.view(target.shape)  # a change of device only: the slice stays the slice

@@ -6,6 +6,8 @@ No list of layers says which: the loader fingerprints every parameter (address, 
 after it. An unchanged fingerprint proves that the step was the identity on this parameter, on this device, with these
 kernels; everything else is an obstacle that the plan must respect.
 
+An aliased model is built without memory for its parameters (`vime_sync.vllm_plugin.unallocated`).
+
 On a CPU, vLLM packs linear weights into opaque kernel handles. The loader asks it not to (the same switch that vLLM
 uses for layers that must stay plain), so that CPU engines run the same planned path as GPU ones.
 """
@@ -31,6 +33,7 @@ from vime_sync.aliasing import AliasMap, bind
 from vime_sync.digest import digest_box
 from vime_sync.errors import AliasError, SyncError
 from vime_sync.layout import whole
+from vime_sync.vllm_plugin.unallocated import allocate, rebinder, require_parameters_only, unallocated
 
 #: Where the loader leaves its findings on the model.
 ATTRIBUTE = "vime_sync_obstacles"
@@ -66,7 +69,7 @@ class _Unloaded:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: Any = model
-        self.device = next(model.parameters()).device
+        self.device = torch.empty(0).device  # where vLLM builds it; its parameters may have no memory yet
 
     def live(self) -> dict[str, torch.Tensor]:
         return {
@@ -105,12 +108,15 @@ class VimeModelLoader(BaseModelLoader):
         extra: Any = load_config.model_loader_extra_config or {}
         kind = extra.get("weights", "checkpoint") if isinstance(extra, dict) else None
         aliased = kind in _ALIASED and isinstance(extra.get("manifest"), str)
-        if not aliased and (kind not in _INNER or set(extra) - {"weights"}):
+        known = {"weights", "manifest", "allocate"} if aliased else {"weights"}
+        if not (aliased or kind in _INNER) or set(extra) - known:
             raise SyncError(
                 "unknown options of the load format vime",
                 seen=repr(extra),
-                expected='{"weights": "checkpoint" | "dummy"} or {"weights": "alias" | "auto", "manifest": PATH}',
+                expected='{"weights": "checkpoint" | "dummy"} or {"weights": "alias" | "auto", "manifest": PATH, '
+                '"allocate": true | false}',
             )
+        self._frugal = aliased and not extra.get("allocate", False)
         self._kind, self._manifest = str(kind), Path(extra["manifest"]) if aliased else Path()
         load_format, loader = _INNER["dummy" if aliased else self._kind]
         inner = copy.copy(load_config)
@@ -124,9 +130,24 @@ class VimeModelLoader(BaseModelLoader):
         """Fetch the checkpoint, if one is read."""
         self._inner.download_model(model_config)
 
+    def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
+        """Build the model; one that will be aliased without memory for its parameters (vLLM 0.30 and newer ask here).
+
+        Raises:
+            AliasError: If more than its parameters would be without memory.
+        """
+        if not self._frugal:
+            built: torch.nn.Module = super().create_model(vllm_config, model_config, prefix)
+            return built
+        with unallocated(torch.empty(0).device):
+            model: torch.nn.Module = super().create_model(vllm_config, model_config, prefix)
+        require_parameters_only(model)
+        return model
+
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Load as the inner loader does (or alias), then take fingerprints."""
         if self._kind not in _ALIASED or not self._alias(model):
+            allocate(model, torch.empty(0).device)
             self._inner.load_weights(model, model_config)
         if current_platform.is_cpu():
             _keep_plain(model)
@@ -151,13 +172,10 @@ class VimeModelLoader(BaseModelLoader):
             AliasError: If it cannot be done and nothing else was allowed.
         """
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        by_address: dict[int, list[torch.nn.Parameter]] = {}
-        for parameter in parameters.values():
-            by_address.setdefault(parameter.data_ptr(), []).append(parameter)
+        rebind = rebinder(model)
 
         def assign(name: str, view: torch.Tensor) -> None:
-            for parameter in by_address[parameters[name].data_ptr()]:
-                parameter.data = view
+            rebind(parameters[name], view)
 
         try:
             binding = bind(_Unloaded(model), json.loads(self._manifest.read_text()), assign)
