@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from vime_devices import Platform, detect_platform, discover_node, visible_devices
+from vime_devices import Node, Platform, detect_platform, discover_node, visible_devices
 from vime_devices.platforms import torch_build
 from vime_devices.preflight import Severity, check_process, take_snapshot
 
@@ -114,13 +114,13 @@ def check_devices(expect: Platform | None = None) -> Iterator[Check]:
         "at least one",
         "see `vime-devices explain` for the mask that hides them",
     )
-    yield from _preflight(found)
+    yield from _preflight(found, node)
     yield from _memory()
 
 
-def _preflight(found: Platform) -> Iterator[Check]:
+def _preflight(found: Platform, node: Node) -> Iterator[Check]:
     names = {Severity.ERROR: Status.FAIL, Severity.WARNING: Status.WARN, Severity.NOTE: Status.OK}
-    findings = check_process(take_snapshot("this process", found))
+    findings = check_process(take_snapshot("this process", found, node=node))
     for finding in findings:
         seen = f"{finding.message} ({finding.symptom})" if finding.symptom else finding.message
         yield Check(f"devices.{finding.code}", names[finding.severity], seen, "", finding.fix)
