@@ -2,7 +2,9 @@
 
 Step ``k`` (from 1) of a run::
 
+    offload          the trainer's gradients and optimiser leave the device (GPU)
     rollout          every sample from weights of version k
+    sleep, onload    engines give their memory back, the trainer takes its own (GPU; `vime_integration.sharing`)
     train            the optimiser steps of these samples
     update_weights   the trainer ranks stage, every engine verifies, all commit version k + 1
 
@@ -13,18 +15,45 @@ at a time, and it is the one that the next rollout asks for.
 from __future__ import annotations
 
 from vime_integration.actors.rollout import RolloutReport
+from vime_integration.memory import moved_metrics, slept_metrics
 from vime_integration.phases import Phases
 from vime_integration.pipeline import Pipeline
 from vime_integration.translate import step_deadline
+
+#: Seconds that all engines may take to fall asleep or to wake.
+SLEEP_S = 300.0
 
 
 class Colocated(Pipeline):
     """One run of the colocated pipeline; see `Pipeline` for what it shares with the asynchronous one."""
 
     def _one_step(self, phases: Phases) -> tuple[dict[str, float], RolloutReport]:
+        memory: dict[str, float] = {}
+        if self._fleet.offloads:
+            with phases.phase("offload"):
+                memory |= moved_metrics("offload", self._fleet.ask_trainers("make_room", doing="give memory back"))
         with phases.phase("rollout"):
             rollout: RolloutReport = self._fleet.ask_rollout(
                 "collect", self.version, doing="make the rollout", deadline_s=step_deadline(self._config)
             )
-        trained = self._train(phases, rollout)
-        return phases.metrics() | rollout.metrics | trained, rollout
+        if self._fleet.sleeps:
+            memory |= self._sleep(phases)
+        if self._fleet.offloads:
+            with phases.phase("onload"):
+                memory |= moved_metrics("onload", self._fleet.ask_trainers("take_room", doing="take memory back"))
+        if not self._fleet.sleeps:
+            trained = self._train(phases, rollout)
+        else:
+            trained = self._train(phases, rollout, lambda: self._wake(phases, "weights"))
+            self._wake(phases, "kv_cache")
+        return phases.metrics() | rollout.metrics | trained | memory, rollout
+
+    def _sleep(self, phases: Phases) -> dict[str, float]:
+        with phases.phase("sleep"):
+            before = self._fleet.ask_trainers("memory", doing="say what is free")
+            self._fleet.ask_rollout("sleep", doing="put the engines to sleep", deadline_s=SLEEP_S)
+            return slept_metrics(before, self._fleet.ask_trainers("memory", doing="say what is free"))
+
+    def _wake(self, phases: Phases, tag: str) -> None:
+        with phases.phase("wake"):
+            self._fleet.ask_rollout("wake", tag, doing=f"wake the engines ({tag})", deadline_s=SLEEP_S)

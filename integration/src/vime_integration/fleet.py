@@ -29,7 +29,7 @@ from vime_integration.actors.trainer import TrainerActor
 from vime_integration.mending import GRACE_S, Mending, Written
 from vime_integration.placement import Placement, Seat
 from vime_integration.run_folder import RunFolder
-from vime_integration.sharing import choose
+from vime_integration.sharing import choose, offloads, sleeps
 from vime_integration.wait import fetch, gather
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,16 @@ class Fleet:
         self._mending: Mending | None = None
         self._pids: dict[str, list[int]] = {}
         self._restarts_seen = 0
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the trainer gives device memory back while engines generate."""
+        return offloads(self._config, self._placement)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether engines give device memory back while the trainer works."""
+        return sleeps(self._config, self._placement)
 
     @property
     def engine_devices(self) -> int:
@@ -226,6 +236,7 @@ class Fleet:
             tensor_parallel_size=config.tensor_parallel,
             gpu_memory_utilization=None if on_cpu else config.gpu_memory_utilization,
             enforce_eager=config.enforce_eager,
+            enable_sleep_mode=self.sleeps,
             cpu=CpuOptions(kv_cache_gib=config.kv_cache_gib, threads=seat.threads) if on_cpu else None,
             arguments=(*arguments, *config.extra_args),
             environment={**environment, **engine_environment()},

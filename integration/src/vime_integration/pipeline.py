@@ -145,8 +145,13 @@ class Pipeline(ABC):
             self._recorder.note(alarm.text)
         self._guarding.enforce(self._step, alarms)
 
-    def _train(self, phases: Phases, rollout: RolloutReport) -> dict[str, float]:
-        """Train on a rollout and bring the engines to the new weights; return the metrics of both."""
+    def _train(
+        self, phases: Phases, rollout: RolloutReport, before_commit: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """Train on a rollout and bring the engines to the new weights; return the metrics of both.
+
+        ``before_commit`` does what the engines need before they take weights.
+        """
         with ExitStack() as block:
             written = block.enter_context(self._fleet.writing(self.version + 1))
             with phases.phase("train"):
@@ -154,6 +159,7 @@ class Pipeline(ABC):
                     "train", rollout.batch, self.version + 1, doing="train"
                 )
             self._step += 1
+            before_commit()
             with phases.phase("update_weights"):
                 block.close()
         return step_metrics(reports, self._checked(written.report))

@@ -47,6 +47,7 @@ def test_a_device_s_peaks_are_those_of_the_phase(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: now["peak"])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: now["allocated"])
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8 << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 << 30, 140 << 30))
     meter = MemoryMeter(torch.device("cuda", 0))
     with meter.phase("train"):
         allocate(6 << 30)
@@ -58,4 +59,4 @@ def test_a_device_s_peaks_are_those_of_the_phase(monkeypatch):
     report = meter.report()
     assert report["device_peak_gib.train"] == 6.0
     assert report["device_peak_gib.update"] == 3.0
-    assert (report["device_gib"], report["device_reserved_gib"]) == (3.0, 8.0)
+    assert (report["device_gib"], report["device_reserved_gib"], report["device_free_gib"]) == (3.0, 8.0, 100.0)

@@ -6,6 +6,7 @@ reference to the rows in Ray's object store, which the trainer ranks read withou
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -183,6 +184,22 @@ class RolloutActor:
         assert self._pool is not None
         await self._engines[address.name].reconnect(address.url)
         self._pool.readmit(address.name)
+
+    async def sleep(self) -> None:
+        """Let every engine give its device memory back; weights wait in host memory.
+
+        Raises:
+            EngineError: One did not.
+        """
+        await asyncio.gather(*(engine.sleep(level=1) for engine in self._engines.values()))
+
+    async def wake(self, tag: str) -> None:
+        """Let every engine take back one part of its device memory: "weights" or "kv_cache".
+
+        Raises:
+            EngineError: One did not.
+        """
+        await asyncio.gather(*(engine.wake([tag]) for engine in self._engines.values()))
 
     async def pids(self) -> list[int]:
         """Return this process's id and those of the reward's workers."""

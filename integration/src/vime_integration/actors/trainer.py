@@ -184,6 +184,10 @@ class TrainerActor:
         """Take back what ``make_room`` gave away."""
         return self._ready().onload().to_dict()
 
+    def memory(self) -> dict[str, float]:
+        """Return this rank's memory, GiB, as `MegatronTrainer.memory` names it."""
+        return self._ready().memory()
+
     def stage(self, version: int) -> None:
         """Make the present weights readable to the engines under ``version``; nothing is committed by this."""
         assert self._publisher is not None

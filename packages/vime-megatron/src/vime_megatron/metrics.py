@@ -116,6 +116,7 @@ class MemoryMeter:
         if self._device.type == "cuda":
             now["device_gib"] = torch.cuda.memory_allocated(self._device) / _GIB
             now["device_reserved_gib"] = torch.cuda.memory_reserved(self._device) / _GIB
+            now["device_free_gib"] = torch.cuda.mem_get_info(self._device)[0] / _GIB
         return now | self._peaks
 
     def _raise(self, name: str, count: int) -> None:

@@ -412,6 +412,7 @@ class MegatronTrainer:
 
         Returns:
             ``host_gib``, ``device_gib`` and ``device_reserved_gib``: resident, allocated and held by the allocator now.
+            ``device_free_gib``: what the device's driver reports as free, whoever holds the rest.
             ``host_gib.<phase>`` and ``device_peak_gib.<phase>``: the highest so far of each phase that has run, among
             ``start``, ``train``, ``update``, ``logprobs``, ``offload``, ``onload``, ``save``, ``load`` and ``export``.
             ``offloaded_gib`` and ``pinned_gib``: state that is on the host now, and the pinned memory kept for it. On a

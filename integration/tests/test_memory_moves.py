@@ -1,0 +1,92 @@
+"""Memory that was not returned ends the run with the figures; what engines share is decided before they start."""
+
+from __future__ import annotations
+
+import pytest
+from vime_devices import Platform
+from vime_grpo.config import RunConfig, config_from_dict
+from vime_integration.errors import PipelineError, PlacementError
+from vime_integration.memory import moved_metrics, slept_metrics
+from vime_integration.placement import place
+from vime_integration.sharing import choose, offloads, sleeps
+from vime_sync.errors import AliasError
+
+GIB = 2**30
+NODE = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+
+
+def config(**sections) -> RunConfig:
+    base = {
+        "model": {"path": "/models/any"},
+        "data": {"kind": "reasoning_gym", "task": "chain_sum", "size": 8},
+        "rollout": {"batch_size": 4, "samples_per_prompt": 2, "max_response_tokens": 8, "max_context_tokens": 64},
+        "engine": {},
+        "reward": {"name": "reasoning_gym"},
+        "algorithm": {},
+        "trainer": {},
+        "sync": {},
+        "pipeline": {"steps": 1, "run_dir": "/runs/any"},
+        "checkpoint": {},
+        "tracking": {},
+    }
+    return config_from_dict({name: {**base[name], **sections.get(name, {})} for name in base})
+
+
+def test_an_offload_that_returns_its_memory_is_measured() -> None:
+    report = {"bytes_copied": 8 * GIB, "bytes_dropped": 4 * GIB, "device_bytes": 12 * GIB}
+    assert moved_metrics("offload", [report]) == {"memory/offload_gib": 12.0, "memory/offload_device_gib": 12.0}
+    on_a_cpu = {**report, "device_bytes": 0}
+    assert moved_metrics("offload", [on_a_cpu]) == {"memory/offload_gib": 12.0}
+
+
+def test_an_offload_that_keeps_its_memory_ends_the_run_with_the_figures() -> None:
+    whole = {"bytes_copied": 8 * GIB, "bytes_dropped": 0, "device_bytes": 8 * GIB}
+    kept = {**whole, "device_bytes": GIB}
+    with pytest.raises(PipelineError, match=r"trainer-1.*1\.00 GiB more free.*7\.20 GiB, of 8\.00 GiB moved"):
+        moved_metrics("offload", [whole, kept])
+
+
+def test_an_engine_that_sleeps_and_keeps_its_memory_is_found() -> None:
+    assert slept_metrics([{"device_free_gib": 10.0}], [{"device_free_gib": 60.5}]) == {"memory/engines_slept_gib": 50.5}
+    assert slept_metrics([{}], [{}]) == {}
+    with pytest.raises(PipelineError, match=r"kept its memory.*trainer-0"):
+        slept_metrics([{"device_free_gib": 10.0}], [{"device_free_gib": 10.0}])
+
+
+def test_colocated_engines_on_gpus_run_on_the_trainers_weights_and_the_trainer_makes_room() -> None:
+    asked = config(trainer={"data_parallel": 2}, engine={"count": 2})
+    placement = place(asked, Platform.CUDA, NODE)
+    choice = choose(asked, placement)
+    assert (choice.transport, choice.mode, choice.weights) == ("ipc", "alias", "auto")
+    assert offloads(asked, placement)
+    assert not sleeps(asked, placement)
+
+
+def test_engines_that_sleep_have_weights_of_their_own() -> None:
+    asked = config(engine={"sleep": "on"})
+    placement = place(asked, Platform.CUDA, NODE)
+    choice = choose(asked, placement)
+    assert choice.mode == "copy"
+    assert any("sleep" in reason for reason in choice.alias_refused)
+    assert sleeps(asked, placement)
+
+
+def test_asynchronous_engines_copy() -> None:
+    asked = config(pipeline={"mode": "async"})
+    placement = place(asked, Platform.CUDA, NODE)
+    assert choose(asked, placement).mode == "copy"
+    assert not offloads(asked, placement)
+    with pytest.raises(PlacementError, match="asynchronous engines cannot run on the trainer's memory"):
+        choose(config(pipeline={"mode": "async"}, sync={"mode": "alias"}), placement)
+
+
+def test_alias_that_cannot_be_is_refused_with_the_reason() -> None:
+    asked = config(engine={"count": 2}, sync={"mode": "alias"})  # the second engine's device has no trainer rank
+    with pytest.raises(AliasError, match="other devices than the trainer's weights"):
+        choose(asked, place(asked, Platform.CUDA, NODE))
+
+
+def test_on_a_cpu_weights_are_copied_unless_asked_otherwise() -> None:
+    placement = place(config(), Platform.CPU, {})
+    assert choose(config(), placement).weights == "dummy"
+    assert choose(config(sync={"mode": "alias"}), placement).weights == "alias"
