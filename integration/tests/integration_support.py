@@ -108,6 +108,25 @@ class Launch:
         parents = {server.ppid() for server in servers}  # keeper and warden have the server's command in their own
         next(server for server in servers if server.pid not in parents).kill()
 
+    def kill_a_trainer(self) -> None:
+        """Kill the process of the last trainer rank."""
+        ranks = [p for p in self.processes() if "TrainerActor" in " ".join(p.cmdline())]
+        assert ranks, f"a trainer rank is a process of the run\n{self.text()}"
+        max(ranks, key=lambda process: process.pid).kill()
+
+    def until_phase(self, log: Path, step: int, phase: str, deadline_s: float) -> None:
+        """Wait until a phase of a step begins, as the driver's log says."""
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            if log.exists() and f"step {step}: {phase}" in log.read_text(errors="replace"):
+                return
+            if self.process.poll() is not None:
+                pytest.fail(
+                    f"the run ended with {self.process.returncode} before {phase} of step {step}:\n{self.text()}"
+                )
+            time.sleep(0.02)
+        pytest.fail(f"no {phase} of step {step} within {deadline_s} s:\n{self.text()}")
+
     def kill_all(self) -> None:
         for process in self.processes():
             process.kill()

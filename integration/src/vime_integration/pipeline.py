@@ -195,6 +195,7 @@ class Pipeline(ABC):
             self._fleet.ask_trainers("save", folder.absolute() / "trainer", doing="save")
 
         self._show("save")
+        logger.info("step %d: save", self._step)
         bundle = self._bundles.write(self._step, state, fill)
         self._saved_at = self._step
         logger.info("saved %s in %.2f s", bundle.path, time.monotonic() - began)
