@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+import torch
 from vime_integration.gauges import process_gauges
 from vime_integration.ledger import Ledger, LedgerEntry, read_ledger
+from vime_sync import shared_empty
 
 
 def test_a_resume_keeps_exactly_the_steps_before_it(tmp_path):
@@ -30,10 +34,11 @@ def test_a_fresh_run_begins_an_empty_ledger(tmp_path):
 
 
 def test_gauges_sum_over_a_role_and_leave_out_the_dead():
-    import os
-
     metrics = process_gauges({"driver": [os.getpid(), 2**22 - 3]})
     assert metrics["proc/driver_rss_mib"] > 10
     assert metrics["proc/driver_fds"] >= 3
     assert metrics["proc/driver_threads"] >= 1
-    assert metrics["proc/shm_segments"] >= 0
+    before = metrics["proc/shm_segments"]
+    segment = shared_empty(8, torch.float32)
+    assert process_gauges({"driver": [os.getpid()]})["proc/shm_segments"] == before + 1
+    del segment

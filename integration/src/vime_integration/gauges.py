@@ -17,6 +17,8 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is lo
 def process_gauges(processes: Mapping[str, Sequence[int]]) -> dict[str, float]:
     """Return ``proc/<name>_{rss_mib,fds,threads}``, summed over the processes of each name, and ``proc/shm_segments``.
 
+    The segments are those that vime-sync made in these processes.
+
     Args:
         processes: Process ids by the name of their role; ids of processes that have ended count nothing.
     """
@@ -33,5 +35,12 @@ def process_gauges(processes: Mapping[str, Sequence[int]]) -> dict[str, float]:
             totals = [total + value for total, value in zip(totals, seen, strict=True)]
         for kind, total in zip(("rss_mib", "fds", "threads"), totals, strict=True):
             metrics[f"proc/{name}_{kind}"] = float(total)
-    metrics["proc/shm_segments"] = float(len(list(SHARED_MEMORY.iterdir()))) if SHARED_MEMORY.is_dir() else 0.0
+    metrics["proc/shm_segments"] = float(_segments({str(pid) for pids in processes.values() for pid in pids}))
     return metrics
+
+
+def _segments(pids: set[str]) -> int:
+    """Count the shared-memory segments that these processes made: vime-sync's names hold the maker's id."""
+    if not SHARED_MEMORY.is_dir():
+        return 0
+    return sum(not pids.isdisjoint(path.name.split("-")) for path in SHARED_MEMORY.iterdir())
