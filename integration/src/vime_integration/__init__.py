@@ -2,10 +2,16 @@
 
 One trip through the house, and the module that owns each part of it::
 
-    prompts -> samples        actors/rollout.py   (vime-rollout in an asyncio actor)
-    samples -> batch rows     batches.py          (vime-grpo: advantages, masks, the global normaliser)
-    rows -> gradients         actors/trainer.py   (vime-megatron, one actor a rank)
-    weights -> engines        colocated.py        (vime-sync, two-phase, one new integer version a step)
+    prompts -> samples        actors/rollout.py    (vime-rollout in an asyncio actor)
+                              collector.py         colocated: asked for, step by step
+                              producer.py          asynchronous: by itself, as far as admission.py allows
+    samples -> batch rows     batches.py           (vime-grpo: advantages, masks, the global normaliser)
+                              staleness.py         the age of tokens
+    rows -> gradients         actors/trainer.py    (vime-megatron, one actor a rank)
+    weights -> engines        mending.py           (vime-sync, one new integer version a step; engines that died)
+    the loop                  pipeline.py          what colocated.py and asynchronous.py share
+    the processes             fleet.py             placed by placement.py; what they share is chosen in sharing.py
+    what is kept              bundle.py            resume; ledger.py, recording.py and reading.py: what happened
 
 Data flows one way. A sample is made under one weight version and trained on by the next; the driver moves references
 and numbers, never tensors. Every wait has a deadline (wait.py) and the first error ends the run with its cause.
