@@ -224,6 +224,40 @@ def by_token(parts):
     )
 
 
+async def test_a_group_that_comes_in_after_the_batch_is_decided_is_kept(encoder, monkeypatch):
+    collector, rollout = make(encoder, ahead=1)
+    rollout.engine.stalls_at = {"p:1": prompt_length(encoder) + 3}
+    abort = rollout.engine.abort
+
+    async def late(request_ids):
+        rollout.engine.stalls_at = {}
+        for name in list(request_ids):  # they go on and end by themselves before the abort arrives
+            rollout.engine.running[name].set()
+        partial.cutting = False
+        await whole.wait()
+        whole.clear()
+        partial.cutting = True
+        await abort(request_ids)
+
+    def forget(prompt):
+        original(prompt)
+        if prompt.position == len(done):  # the one that is not needed yet
+            whole.set()
+
+    partial, whole, done = rollout.partial, asyncio.Event(), ["p:0"]
+    original = partial.forget
+    monkeypatch.setattr(partial, "forget", forget)
+    monkeypatch.setattr(rollout.engine, "abort", late)
+    await collector.step(1, version=0)
+    sampled = rollout.engine.sampled
+    assert sampled == 4 * LENGTH
+    done.append("p:1")
+    (group,) = (await collector.step(1, version=0)).groups
+    assert group.prompt.position == 1
+    assert rollout.engine.sampled - sampled == 2 * LENGTH  # of prompt 2 alone, which was begun ahead
+    assert partial.counts.reused == 2
+
+
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_wherever_it_is_cut_the_prefix_stays_and_every_token_keeps_its_version(encoder, data):

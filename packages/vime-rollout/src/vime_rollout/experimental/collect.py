@@ -105,9 +105,6 @@ class _Run:
         partial = self._rollout.partial
         if partial is None:
             return
-        for place in range(end, len(self.prompts)):
-            if place in self.done:
-                partial.keep_group(self.done[place])
         partial.cutting = True
         try:
             async with asyncio.timeout(_CUT_DEADLINE_S):
@@ -119,6 +116,10 @@ class _Run:
             logger.warning("%d groups are generated again where they were not kept: %r", len(pending), error)
         finally:
             partial.cutting = False
+        # Whole groups are kept as well, also those that came in after the batch was decided.
+        late = [t.result() for t in self.tasks if t.done() and not t.cancelled() and t.exception() is None]
+        for group in [*late, *(group for place, group in self.done.items() if place >= end)]:
+            partial.keep_group(group)
 
     async def cancel(self) -> None:
         for task in self.tasks:
