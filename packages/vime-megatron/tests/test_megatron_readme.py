@@ -18,5 +18,5 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {})
     assert "StepMetrics(loss=" in capsys.readouterr().out
-    assert (tmp_path / "runs" / "checkpoint" / "manifest.json").is_file()
+    assert (tmp_path / "runs" / "step-2" / "manifest.json").is_file()
     assert (tmp_path / "runs" / "hf" / "tokenizer_config.json").is_file()

@@ -382,9 +382,9 @@ class MegatronTrainer:
 
     def _settle_save(self) -> None:
         """Wait for a save in the background, and raise its failure if nobody has been told."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.settle(self.config.timeout_s)
+        if self._saving is not None:
+            self._saving.settle(self.config.timeout_s)
+            self._saving = None
 
     def export_hf(
         self, folder: Path | str, *, max_file_bytes: int = 5 * 10**9, progress: Progress | None = None
