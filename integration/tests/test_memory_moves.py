@@ -54,12 +54,20 @@ def test_an_engine_that_sleeps_and_keeps_its_memory_is_found() -> None:
 
 
 def test_colocated_engines_on_gpus_run_on_the_trainers_weights_and_the_trainer_makes_room() -> None:
-    asked = config(trainer={"data_parallel": 2}, engine={"count": 2})
+    asked = config(trainer={"tensor_parallel": 2}, engine={"tensor_parallel": 2})
     placement = place(asked, Platform.CUDA, NODE)
     choice = choose(asked, placement)
     assert (choice.transport, choice.mode, choice.weights) == ("ipc", "alias", "auto")
     assert offloads(asked, placement)
     assert not sleeps(asked, placement)
+
+
+def test_several_replicas_on_gpus_are_copied_from() -> None:
+    asked = config(trainer={"data_parallel": 2}, engine={"count": 2})
+    assert choose(asked, place(asked, Platform.CUDA, NODE)).mode == "copy"
+    aliased = config(trainer={"data_parallel": 2}, engine={"count": 2}, sync={"mode": "alias"})
+    with pytest.raises(PlacementError, match="several replicas"):
+        choose(aliased, place(aliased, Platform.CUDA, NODE))
 
 
 def test_engines_that_sleep_have_weights_of_their_own() -> None:
