@@ -10,7 +10,7 @@ colocated   CPU                 copied through shared memory: there is nothing t
 async       anywhere            copied: an engine that generates while the trainer writes needs weights of its own
 =========== =================== =======================================================================================
 
-With several trainer replicas on GPUs the weights are copied: each engine would have to run on the replica on its devices.
+With several trainer replicas on GPUs the weights are copied: each engine would need the replica that is on its devices.
 An aliased engine does not sleep: sleeping takes an engine's weights away, and these would be the trainer's. Who wants
 the engines' cache memory during training sets ``engine.sleep = "on"``, and the weights are copied.
 """
