@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from vime_megatron import CheckpointError, TrainerError, sft_loss
+from vime_megatron.checkpoint import folders
 from vime_megatron.checkpoint import save as saving
 from vime_megatron.checkpoint.folders import fingerprints
 from vime_megatron.checkpoint.storage import Reader
@@ -112,6 +113,21 @@ def test_the_newest_are_kept_and_nothing_else_is_touched(make_trainer, tiny, tmp
         trainer.save(tmp_path / "newest", keep=2)
     with pytest.raises(TrainerError, match="keep"):
         trainer.save(tmp_path / "step-12", keep=0)
+
+
+def test_old_checkpoints_that_cannot_be_deleted_undo_nothing(make_trainer, tiny, tmp_path, monkeypatch, caplog):
+    trainer = make_trainer(tiny)
+    trainer.save(tmp_path / "step-1")
+
+    def busy(folder):
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(folders.shutil, "rmtree", lambda path, **kind: None if kind else busy(path))
+    trainer.save(tmp_path / "step-2", keep=1)
+    assert "could not be deleted" in caplog.text
+    trainer.load(tmp_path / "step-2")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        trainer.load(tmp_path / "step-1")  # half a folder is never left under its name
 
 
 def test_progress_counts_every_byte(make_trainer, tiny, batch, tmp_path):

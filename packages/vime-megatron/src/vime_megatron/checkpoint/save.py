@@ -89,8 +89,15 @@ class _Job:
         (self.temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         swap_in(self.temporary, self.folder)
         if self.keep is not None:
-            for path in keep_newest(self.folder, self.keep):
-                _log.info("deleted %s: the newest %d are kept", path, self.keep)
+            self._delete_old(self.keep)
+
+    def _delete_old(self, keep: int) -> None:
+        """Delete what is older; the new checkpoint is published, so a failure is told but undoes nothing."""
+        try:
+            for path in keep_newest(self.folder, keep):
+                _log.info("deleted %s: the newest %d are kept", path, keep)
+        except OSError as error:
+            _log.warning("older checkpoints beside %s could not be deleted: %s", self.folder, error)
 
 
 def save_checkpoint(

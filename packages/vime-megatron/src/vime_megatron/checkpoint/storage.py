@@ -123,10 +123,10 @@ class SavePlanner(DefaultSavePlanner):
         }
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return a piece as a tensor of its own: a view would be stored with all that it views."""
+        """Return a piece; one in host memory as a tensor of its own, since a view is stored with all that it views."""
         data = self._piece(write_item).data.detach()
         self._counter.add(data.nbytes)
-        return data.clone(memory_format=torch.contiguous_format)
+        return data.clone(memory_format=torch.contiguous_format) if data.device.type == "cpu" else data
 
 
 def _write_item(piece: Piece) -> WriteItem:
