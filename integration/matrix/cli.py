@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
         The exit status.
     """
     options = _parser().parse_args(arguments)
+    # A check is in a session of its own; leaving in order is what ends it.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     return int(options.run(options))
 
 

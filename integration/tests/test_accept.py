@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,6 +98,31 @@ def test_what_a_stage_leaves_running_is_ended_and_its_report_counts(
     assert result.outcome is Outcome.PASS
     assert (tmp_path / "child").exists()
     assert gone(tmp_path)
+
+
+ENDED = """
+import sys
+from pathlib import Path
+from vime_integration.accept import Acceptance
+from vime_integration.accept.supervise import Stage, ending_with_sigterm, run_stage
+with ending_with_sigterm():
+    run_stage(Stage("hangs", "accept_stages:hangs", 600.0, ""), Acceptance("cpu", 0, Path(sys.argv[1])))
+"""
+
+
+def test_ending_the_command_ends_the_stage_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    command = subprocess.Popen([sys.executable, "-c", ENDED, str(tmp_path)])
+    try:
+        end = time.monotonic() + 120
+        while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+            assert time.monotonic() < end, "the stage did not begin"
+            time.sleep(0.05)
+        command.terminate()
+        assert command.wait(120) == 128 + signal.SIGTERM
+        assert gone(tmp_path)
+    finally:
+        command.kill()
 
 
 def test_an_old_report_is_not_taken_for_a_new_one(stage: Runner, tmp_path: Path) -> None:

@@ -132,6 +132,8 @@ class Mending:
             EngineError: An engine died once more than may be mended.
         """
         written = Written()
+        if self._aliased:
+            self._mend_now()  # while the trainer still holds what an engine that comes back must be given
         self._at_rest = wrote = False
         try:
             with self._session.writing(version) as block:
@@ -162,10 +164,14 @@ class Mending:
         return reports[-1]
 
     def counts(self) -> dict[str, float]:
-        """Return ``engine/restarts``, and ``sync/engine_version/{min,max}`` as the engines themselves say."""
-        versions = self._session.versions()
-        return {
-            "engine/restarts": float(self.restarts),
+        """Return ``engine/restarts``, and ``sync/engine_version/{min,max}`` as the engines say, if all do."""
+        counts = {"engine/restarts": float(self.restarts)}
+        try:
+            versions = self._session.versions()
+        except SyncError as error:
+            logger.warning("no versions to record: %s", error)  # whoever watches next finds the engine and mends it
+            return counts
+        return counts | {
             "sync/engine_version/min": float(min(versions)),
             "sync/engine_version/max": float(max(versions)),
         }
@@ -193,6 +199,11 @@ class Mending:
         except EngineError as error:
             return error
         return None
+
+    def _mend_now(self) -> None:
+        for name in self._engines:
+            if (told := self._account_of(name)) is not None:
+                self._mend(name, told)
 
     def _mend(self, name: str, error: EngineError) -> None:
         if name in self._behind or name not in self._engines:

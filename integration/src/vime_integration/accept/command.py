@@ -16,7 +16,7 @@ from vime_integration.accept.page import write_page
 from vime_integration.accept.provenance import describe
 from vime_integration.accept.record import PLATFORMS, Acceptance, Outcome, PlatformName, Report, StageResult
 from vime_integration.accept.runs import usable_gpus
-from vime_integration.accept.supervise import Stage, run_stage
+from vime_integration.accept.supervise import Stage, ending_with_sigterm, run_stage
 
 SCHEMA = 1
 EXIT_FAILED = 4
@@ -70,7 +70,8 @@ def run_accept(
     failed: list[str] = []
     for stage in STAGES:
         _say(f"{stage.name}: {stage.title} ...")
-        result = run_stage(stage, acceptance) if stage.name in chosen else _left_out(stage)
+        with ending_with_sigterm():
+            result = run_stage(stage, acceptance) if stage.name in chosen else _left_out(stage)
         failed += [stage.name] if result.outcome is Outcome.FAIL else []
         manifest["stages"].append(result.to_json() | {"title": stage.title})
         _write(out, manifest)  # now: a machine that goes down in a later stage takes no result with it

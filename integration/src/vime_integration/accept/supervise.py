@@ -13,9 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from vime_integration.accept.record import Acceptance, Outcome, Report, StageResult, report_from_json
 
@@ -39,6 +41,23 @@ class Stage:
     function: str
     deadline_s: float
     title: str
+
+
+@contextmanager
+def ending_with_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into an orderly exit within the block, so that the stage that runs then is ended as well.
+
+    A stage is in a session of its own: whoever ends this process by its group does not reach it.
+    """
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_stage(stage: Stage, acceptance: Acceptance, worker: Sequence[str] = WORKER) -> StageResult:
