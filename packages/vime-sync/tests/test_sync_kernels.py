@@ -102,6 +102,29 @@ KERNEL = """
             expected = digest_box(item.source, item.box, full, item.name, mode=mode, phase=3)
             equal = digest is None if mode == "off" else digest == digest.from_tensor(expected)
             wrong += [f"{mode}: {item.name}"] * (not equal or not torch.equal(item.source, item.target))
+    def moved(items, mode, phase):
+        mover = Mover(items, torch.device("cpu"), "triton")
+        digests = mover.run(digest=mode, phase=phase)
+        for item, digest in zip(items, digests):
+            expected = digest_box(item.source, item.box, item.full, item.name, mode=mode, phase=phase)
+            if digest != digest.from_tensor(expected) or not torch.equal(item.source, item.target):
+                wrong.append(f"{mode} {phase}: {item.name}")
+    # Every block of a long tensor is looked at in one phase of sixteen; a slice of it starts in the middle of a block.
+    long = torch.randint(-2**62, 2**62, (40 * 1024 + 100,))
+    part = Box((1500,), (20 * 1024,))
+    for phase in (0, 5, 15, 31):
+        into = [torch.zeros_like(long), torch.zeros(part.shape, dtype=long.dtype)]
+        views = [(long, Box((0,), long.shape)), (long[1500 : 1500 + 20 * 1024], part)]
+        both = enumerate(zip(views, into))
+        moved([Item(v, t, b, tuple(long.shape), f"l{i}") for i, ((v, b), t) in both], "sampled", phase)
+    # Many segments of very different sizes, so that hints bound none, one or a hundred of them.
+    sizes = [1, 7, 300000, *([2] * 150), 90000, *range(1, 60)]
+    many = [torch.randint(-2**62, 2**62, (n,)) for n in sizes]
+    whole = [Box((0,), (n,)) for n in sizes]
+    for mode in ("off", "full"):
+        items = [Item(t, torch.zeros_like(t), b, tuple(t.shape), f"m{i}") for i, (t, b) in enumerate(zip(many, whole))]
+        moved(items, mode, 0)
+        wrong += [f"{mode}: {i.name} was not copied" for i in items if not torch.equal(i.source, i.target)]
     print(json.dumps(wrong))
 """
 

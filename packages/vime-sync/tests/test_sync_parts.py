@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from vime_sync import errors
 from vime_sync.agree import Share, divide
@@ -89,7 +90,7 @@ def test_segments_are_checked():
     with pytest.raises(StaleSourceError, match="not the control block"):
         ControlBlock(block.name, 1, create=False)
     block.begin()
-    block.finish(4, "full", 4, [Digest(1, 2), Digest(2**64 - 1, 5)])
+    block.finish(4, "full", 4, np.array([[1, 2], [2**64 - 1, 5]], dtype=np.uint64))
     reader = ControlBlock(block.name, 2, create=False)
     assert reader.check(4, where="rank 0") == 2
     assert reader.digests() == ("full", 4, [Digest(1, 2), Digest(2**64 - 1, 5)])

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vime_sync.digest import Digest
 from vime_sync.errors import TransactionError
 from vime_sync.layout import Box
 from vime_sync.plan import Plan
@@ -54,20 +53,6 @@ class Share:
             return cls(skipped, tuple(str(name) for name in record["verified"]), local=len(record["skipped"]) == 1)
         except (TypeError, KeyError, AttributeError, ValueError) as cause:
             raise TransactionError("malformed message", where="shares", seen=repr(record)[:80]) from cause
-
-    def sums(self, plan: Plan, sums: Sequence[Digest]) -> dict[str, Digest]:
-        """Add up the digests of the copies that this worker counts, by tensor.
-
-        Args:
-            plan: The worker's plan.
-            sums: One digest a copy.
-        """
-        checked = set(self.verified)
-        totals: dict[str, Digest] = {}
-        for index, (copy, digest) in enumerate(zip(plan.copies, sums, strict=True)):
-            if index not in self.skipped and copy.tensor in checked:
-                totals[copy.tensor] = totals.get(copy.tensor, Digest()) + digest
-        return totals
 
 
 def divide(workers: Mapping[int, Sequence[Slice]]) -> dict[str, Any]:

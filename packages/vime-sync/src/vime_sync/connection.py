@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from vime_sync.digest import Digest, DigestMode, digest_tensor
 from vime_sync.errors import AliasError, DigestError, TransactionError
 from vime_sync.model import Model
 from vime_sync.plan import Plan
+from vime_sync.tally import Tally
 from vime_sync.transports import BufferKey, Importer, make_importer, open_control
 
 Mode = Literal["shadow", "undo", "direct", "alias"]
@@ -42,6 +44,7 @@ class Connection:
         copier: How slices are moved.
         program: The copies into live memory, resolved once; None where each update has a target of its own.
         undo: Host memory for the old bytes (mode ``undo``).
+        tally: Adds up digests.
     """
 
     session: str
@@ -57,6 +60,15 @@ class Connection:
     copier: Copier
     program: CopyProgram | None = None
     undo: dict[str, torch.Tensor] = field(default_factory=dict)
+    tally: Tally = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Vouch for what the share says."""
+        self.take(self.share)
+
+    def take(self, share: Share) -> None:
+        """Vouch for another share, once the engine's workers have agreed."""
+        self.share, self.tally = share, Tally(self.plan, self.pieces, share)
 
     def bind(self, model: Model, manifest: Mapping[str, Any]) -> None:
         """Resolve the copies into live memory once, and compile what they need now rather than in a pause."""
@@ -80,10 +92,10 @@ class Connection:
         """
         if not digest:
             return
-        found = {rank: control.digests() for rank, control in self.controls.items()}
-        named = ((rank, index) for name in self.share.verified for rank, index in self.pieces[name])
+        found = {rank: control.sums() for rank, control in self.controls.items()}
         digested = all(mode != "off" for mode, _, _ in found.values())
-        total = str(sum((found[rank][2][index] for rank, index in named), Digest())) if digested else "no digest"
+        expected = self.tally.expected({rank: sums for rank, (_, _, sums) in found.items()})
+        total = str(Digest.total(expected)) if digested else "no digest"
         if total != digest:
             raise DigestError(
                 "the trainer publishes other bytes for this version than those that were served",
@@ -92,6 +104,39 @@ class Connection:
                 expected=digest,
                 fix="stage a newer version and update() to it",
             )
+
+    def transfer(
+        self, into: Mapping[str, torch.Tensor], sequences: Mapping[int, int], device: torch.device
+    ) -> dict[str, Any]:
+        """Copy the plan's slices, and compare what landed with what was published.
+
+        Args:
+            into: Where to, for a mode whose targets are made anew; else the program has them.
+            sequences: Each control block's sequence when it was checked.
+            device: Where the copies run.
+
+        Returns:
+            ``digest_mode``, ``copy_seconds``, and unless digests are off ``sum`` and ``expected`` (JSON).
+
+        Raises:
+            StaleSourceError: If a publisher wrote meanwhile.
+            DigestError: If this worker alone can say that the bytes are others.
+        """
+        found = {rank: control.sums() for rank, control in self.controls.items()}
+        mode, phase = next(((m, p) for m, p, _ in found.values()), ("off", 0))
+        program = self.program or CopyProgram(self.plan, self.buffers, into, device=device, copier=self.copier)
+        started = time.perf_counter()
+        sums = program.sums(digest=mode, phase=phase, write=self.mode != "alias")
+        reply: dict[str, Any] = {"digest_mode": mode, "copy_seconds": time.perf_counter() - started}
+        for rank, control in self.controls.items():
+            control.recheck(sequences[rank], where=f"trainer rank {rank}")
+        if mode == "off":
+            return reply
+        expected = self.tally.expected({rank: published for rank, (_, _, published) in found.items()})
+        landed = self.tally.landed(sums)
+        if self.share.local:
+            self.tally.compare(landed, expected)
+        return {**reply, "sum": str(Digest.total(landed)), "expected": str(Digest.total(expected))}
 
     def assembled(self, mode: DigestMode, phase: int, published: Mapping[int, list[Digest]]) -> Weights:
         """The checkpoint tensors that the engine's own loaders need, whole, each compared with what was published.

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vime_sync.digest import Digest, DigestMode, signed
+from vime_sync.digest import Digest, DigestMode, Sums
 from vime_sync.errors import StaleSourceError, TransportError
 from vime_sync.process import identity, namespace, start_time
 
@@ -234,9 +234,13 @@ class ControlReader:
 
     def digests(self) -> tuple[DigestMode, int, list[Digest]]:
         """Reader: the mode, the phase and the digest of each piece."""
-        flat = [int(v) & ((1 << 64) - 1) for v in self._words[_HEADER:]]
-        pairs = [Digest(a, b) for a, b in zip(flat[::2], flat[1::2], strict=True)]
-        return _MODES[int(self._words[4])], int(self._words[5]), pairs
+        mode, phase, sums = self.sums()
+        return mode, phase, [Digest(first, second) for first, second in sums.tolist()]
+
+    def sums(self) -> tuple[DigestMode, int, Sums]:
+        """Reader: the mode, the phase, and the digests as uint64 [pieces, 2]."""
+        words = self._words[_HEADER:].view(np.uint64).reshape(-1, 2).copy()
+        return _MODES[int(self._words[4])], int(self._words[5]), words
 
     def words(self) -> list[int]:
         """All words, as a transport that cannot share memory carries them."""
@@ -285,18 +289,17 @@ class ControlBlock(ControlReader):
         if int(self._words[2]) % 2 == 0:
             self._words[2] += 1
 
-    def finish(self, version: int, mode: DigestMode, phase: int, digests: Sequence[Digest]) -> None:
+    def finish(self, version: int, mode: DigestMode, phase: int, sums: Sums) -> None:
         """Publisher: the buffers hold `version`, whole.
 
         Args:
             version: What they hold.
             mode: How the digests were made.
             phase: The sampling phase they were made with.
-            digests: One a piece, in the order of the rank's manifest; empty when `mode` is off.
+            sums: uint64 [pieces, 2], in the order of the rank's manifest; no rows when `mode` is off.
         """
-        if digests:
-            flat = [signed(half) for digest in digests for half in (digest.first, digest.second)]
-            self._words[_HEADER:] = np.array(flat, dtype=np.int64)
+        if len(sums):
+            self._words[_HEADER:] = sums.reshape(-1).view(np.int64)
         self._words[3], self._words[4], self._words[5] = version, _MODES.index(mode), phase
         self._words[2] += 1
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 
-from vime_sync.digest import Digest, DigestMode, digest_box, seed_of
+from vime_sync.digest import Digest, DigestMode, Sums, digest_box, seed_of
 from vime_sync.errors import TransactionError
 from vime_sync.layout import Box, Shape
 from vime_sync.plan import Plan
@@ -101,12 +102,14 @@ class Mover:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._items, self._device, self.copier = list(items), device, copier
-        self._tables: list[tuple[SegmentTable, list[int]]] = []
+        self._tables: list[SegmentTable] = []
+        self._sums = torch.zeros(0, 2, dtype=torch.int64)
+        self._owners = np.zeros(0, dtype=np.intp)
         self._plain = list(range(len(self._items)))
         if copier == "triton":
             for owner in {t.device for item in self._items for t in (item.source, item.target)} - {device}:
                 _reach(device, owner)
-            self._tables, self._plain = _tabulate(self._items, device, tuning)
+            self._tabulate(tuning)
 
     @property
     def plain(self) -> int:
@@ -116,10 +119,10 @@ class Mover:
     def prepare(self, digest: DigestMode, *, write: bool = True) -> None:
         """Compile what `run` will need, so that no pause waits for a compiler."""
         with self._on_device():
-            for table, _ in self._tables:
+            for table in self._tables:
                 table.compile(write=write, digest=digest)
 
-    def run(self, *, digest: DigestMode, phase: int, write: bool = True) -> list[Digest]:
+    def sums(self, *, digest: DigestMode, phase: int, write: bool = True) -> Sums:
         """Move everything; returns when the last byte has landed.
 
         Args:
@@ -128,22 +131,55 @@ class Mover:
             write: False only digests.
 
         Returns:
-            One digest an item; empty when `digest` is off.
+            uint64 [items, 2]: one digest an item; no rows when `digest` is off.
         """
         with torch.no_grad(), self._on_device():
-            moved = [(table.move(write=write, digest=digest, phase=phase), owner) for table, owner in self._tables]
+            if digest != "off" and len(self._owners):
+                self._sums.zero_()
+            for table in self._tables:
+                table.move(write=write, digest=digest, phase=phase)
             plain = [self._one(self._items[index], digest, phase, write=write) for index in self._plain]
             if digest == "off":
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
-                return []
-            owners = [index for _, owner in moved for index in owner] + self._plain
-            parts = [sums for sums, _ in moved] + ([torch.stack(plain)] if plain else [])
-            values = torch.cat(parts).tolist() if parts else []
-        totals = [Digest()] * len(self._items)
-        for index, pair in zip(owners, values, strict=True):
-            totals[index] += Digest.from_pair(pair)
+                return np.zeros((0, 2), dtype=np.uint64)
+            totals: Sums = np.zeros((len(self._items), 2), dtype=np.uint64)
+            if len(self._owners):
+                np.add.at(totals, self._owners, self._sums.cpu().numpy().view(np.uint64))
+            if plain:
+                totals[self._plain] = torch.stack(plain).cpu().numpy().view(np.uint64)
         return totals
+
+    def run(self, *, digest: DigestMode, phase: int, write: bool = True) -> list[Digest]:
+        """What `sums` does.
+
+        Returns:
+            One digest an item; empty when `digest` is off.
+        """
+        return [Digest.from_pair(pair) for pair in self.sums(digest=digest, phase=phase, write=write).tolist()]
+
+    def _tabulate(self, tuning: Tuning | None) -> None:
+        """Put the items that are whole words into one table of dense and one of strided segments."""
+        from vime_sync.kernels import SegmentTable
+
+        kinds: dict[bool, list[tuple[int, Segment]]] = {False: [], True: []}
+        self._plain = []
+        for index, item in enumerate(self._items):
+            found = _segments(item)
+            if found is None:
+                self._plain.append(index)
+            for segment in found or ():
+                kinds[segment.rows > 1].append((index, segment))
+        self._owners = np.array([index for kind in kinds.values() for index, _ in kind], dtype=np.intp)
+        self._sums = torch.zeros(len(self._owners), 2, dtype=torch.int64, device=self._device)
+        begin = 0
+        for kind in kinds.values():
+            if kind:
+                segments = [segment for _, segment in kind]
+                seeds = [seed_of(self._items[index].name) for index, _ in kind]
+                sums = self._sums[begin : begin + len(kind)]
+                self._tables.append(SegmentTable(segments, seeds, self._device, sums, tuning=tuning))
+                begin += len(kind)
 
     def _one(self, item: Item, digest: DigestMode, phase: int, *, write: bool) -> torch.Tensor:
         if write:
@@ -179,32 +215,12 @@ def _reach(reader: torch.device, owner: torch.device) -> None:
         torch.cuda.synchronize(one)
 
 
-def _tabulate(
-    items: Sequence[Item], device: torch.device, tuning: Tuning | None
-) -> tuple[list[tuple[SegmentTable, list[int]]], list[int]]:
-    """Put the items that are whole words into one table of dense and one of strided segments."""
-    from vime_sync.kernels import SegmentTable
-
-    kinds: dict[bool, list[tuple[int, Segment]]] = {False: [], True: []}
-    plain = []
-    for index, item in enumerate(items):
-        found = None
-        if item.source.dtype == item.target.dtype:
-            sides = [Placed(t.data_ptr(), tuple(t.stride())) for t in (item.source, item.target)]
-            found = segments_of(sides[0], sides[1], item.box, item.full, item.source.element_size())
-        if found is None:
-            plain.append(index)
-            continue
-        for segment in found:
-            kinds[segment.rows > 1].append((index, segment))
-    tables = []
-    for kind in kinds.values():
-        if kind:
-            segments = [segment for _, segment in kind]
-            seeds = [seed_of(items[index].name) for index, _ in kind]
-            table = SegmentTable(segments, seeds, device, tuning=tuning)
-            tables.append((table, [index for index, _ in kind]))
-    return tables, plain
+def _segments(item: Item) -> list[Segment] | None:
+    """An item as segments, if it is made of whole words and not converted."""
+    if item.source.dtype != item.target.dtype:
+        return None
+    sides = [Placed(t.data_ptr(), tuple(t.stride())) for t in (item.source, item.target)]
+    return segments_of(sides[0], sides[1], item.box, item.full, item.source.element_size())
 
 
 class CopyProgram:
@@ -242,7 +258,7 @@ class CopyProgram:
         ]
         self.mover = Mover(items, device, copier)
 
-    def run(self, *, digest: DigestMode, phase: int, write: bool = True) -> list[Digest]:
+    def sums(self, *, digest: DigestMode, phase: int, write: bool = True) -> Sums:
         """Copy everything; returns when the last byte has landed.
 
         Args:
@@ -251,15 +267,23 @@ class CopyProgram:
             write: False only digests what is live (aliased weights are there already).
 
         Returns:
-            One digest a copy; empty when `digest` is off.
+            uint64 [copies, 2]: one digest a copy; no rows when `digest` is off.
         """
         if not write and digest == "off":
-            return []
+            return np.zeros((0, 2), dtype=np.uint64)
         with torch.no_grad():
             for fill in self.plan.fills if write else ():
                 view = fill.live_view
                 _within(self._into[fill.live], view.shape, view.strides, view.offset).fill_(fill.value)
-        return self.mover.run(digest=digest, phase=phase, write=write)
+        return self.mover.sums(digest=digest, phase=phase, write=write)
+
+    def run(self, *, digest: DigestMode, phase: int, write: bool = True) -> list[Digest]:
+        """What `sums` does.
+
+        Returns:
+            One digest a copy; empty when `digest` is off.
+        """
+        return [Digest.from_pair(pair) for pair in self.sums(digest=digest, phase=phase, write=write).tolist()]
 
 
 class SourceDigester:
@@ -284,7 +308,7 @@ class SourceDigester:
             for device, found in by_device.items()
         ]
 
-    def run(self, mode: DigestMode, phase: int) -> list[Digest]:
+    def sums(self, mode: DigestMode, phase: int) -> Sums:
         """Digest.
 
         Args:
@@ -292,14 +316,13 @@ class SourceDigester:
             phase: The sampling phase.
 
         Returns:
-            One digest a piece; empty when `mode` is off.
+            uint64 [pieces, 2]: one digest a piece; no rows when `mode` is off.
         """
         if mode == "off":
-            return []
-        result = [Digest()] * self._count
+            return np.zeros((0, 2), dtype=np.uint64)
+        result: Sums = np.zeros((self._count, 2), dtype=np.uint64)
         for places, mover in self._movers:
-            for place, digest in zip(places, mover.run(digest=mode, phase=phase, write=False), strict=True):
-                result[place] = digest
+            result[places] = mover.sums(digest=mode, phase=phase, write=False)
         return result
 
 

@@ -31,13 +31,16 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from vime_sync.layout import Box, Shape, contiguous_strides, whole
 
 DigestMode = Literal["off", "sampled", "full"]
+#: Many digests, uint64 [n, 2]. numpy adds them modulo 2**64, as they are defined; objects would take milliseconds.
+Sums = np.ndarray[Any, np.dtype[np.uint64]]
 
 MASK = (1 << 64) - 1
 #: Multipliers of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014).
@@ -89,6 +92,12 @@ class Digest:
     def from_tensor(cls, sums_2: torch.Tensor) -> Digest:
         """Read a device-side pair of int64 sums."""
         return cls.from_pair(sums_2.tolist())
+
+    @classmethod
+    def total(cls, sums: Sums) -> Digest:
+        """The digest of all parts together."""
+        first, second = sums.sum(axis=0, dtype=np.uint64).tolist()
+        return cls(first, second)
 
     @classmethod
     def from_pair(cls, pair: Sequence[int]) -> Digest:

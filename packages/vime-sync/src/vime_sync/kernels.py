@@ -29,7 +29,9 @@ from vime_sync.segments import Segment
 
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX = tl.constexpr(MIX)
-_COLUMNS = 10
+_COLUMNS = tl.constexpr(10)
+#: A hint for every so many tiles.
+_HINT_LOG2 = tl.constexpr(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +54,23 @@ class Tuning:
         return self.block * self.blocks
 
 
-#: The best of a sweep over 18 cuts on an H200 (benchmarks/README.md). A copy alone wants short tiles: more of them in
+#: The best of sweeps on an H200 (benchmarks/README.md and h200.json). A copy alone wants short tiles: more of them in
 #: flight, and the last wave is over sooner. A digest wants longer ones, because every tile ends in a reduction over its
-#: block and two atomic additions, and fewer warps, which leaves each more registers.
+#: block and two atomic additions, and fewer warps: eight words a thread keep the instructions a word lowest.
 COPYING = Tuning(block=1024, blocks=2, warps=8)
-DIGESTING = Tuning(block=1024, blocks=8, warps=4)
+DIGESTING = Tuning(block=512, blocks=8, warps=2)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _row_of(table, count, tile, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
-    """Find the segment that a tile belongs to, by bisection over the segments' first tiles."""
-    low = 0
-    high = count
-    for _ in range(STEPS):
+@triton.jit
+def _row_of(table, hints, tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Find the segment that a tile belongs to: the hints bound it, bisection of the first tiles does the rest.
+
+    Bisecting the whole table would be ten loads in a row that wait for each other, before the first byte moves. Large
+    segments span many hints, so that nearly every tile is found by two loads that do not.
+    """
+    low = tl.load(hints + (tile >> _HINT_LOG2))
+    high = tl.load(hints + (tile >> _HINT_LOG2) + 1) + 1
+    while high - low > 1:
         middle = (low + high) // 2
         ahead = tl.load(table + middle) <= tile
         low = tl.where(ahead, middle, low)
@@ -72,12 +78,23 @@ def _row_of(table, count, tile, STEPS: tl.constexpr):  # type: ignore[no-untyped
     return low
 
 
-@triton.jit
-def _mixed(word_w, seed):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Mix a word's global position with the tensor's seed (the first rounds of splitmix64)."""
+@triton.jit  # type: ignore[untyped-decorator]
+def _terms(value_w, word_w, seed, phase, SAMPLED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+    """What a word adds to the two sums: the position is mixed with the tensor's seed (first rounds of splitmix64)."""
     z_w = (word_w + 1).to(tl.uint64) * _GOLDEN + seed
     z_w = (z_w ^ (z_w >> 30)) * _MIX
-    return z_w ^ (z_w >> 27)
+    z_w = z_w ^ (z_w >> 27)
+    if SAMPLED:
+        kept_w = (((word_w >> 10) + phase) & 15) == 0
+        value_w = tl.where(kept_w, value_w, 0)
+    return value_w * (z_w | 1), ((value_w << 32) | (value_w >> 32)) * (((z_w << 32) | (z_w >> 32)) | 1)
+
+
+@triton.jit
+def _kept_at_all(first, last, phase):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Whether a sampled digest looks at any word from `first` to `last`: a multiple of 16 among their blocks."""
+    low = (first >> 10) + phase
+    return ((low + 15) >> 4) <= (((last >> 10) + phase) >> 4)
 
 
 @triton.jit(do_not_specialize=["count", "phase"])  # type: ignore[untyped-decorator]
@@ -86,8 +103,7 @@ def _move(  # type: ignore[no-untyped-def]
     sums,  # noqa: ANN001
     count,  # noqa: ANN001
     phase,  # noqa: ANN001
-    STEPS: tl.constexpr,  # noqa: N803 (Triton's convention for compile-time constants)
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803 (Triton's convention for compile-time constants)
     BLOCKS: tl.constexpr,  # noqa: N803
     COPY: tl.constexpr,  # noqa: N803
     DIGEST: tl.constexpr,  # noqa: N803
@@ -96,7 +112,7 @@ def _move(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,  # noqa: N803
 ) -> None:
     tile = tl.program_id(0).to(tl.int64)
-    low = _row_of(table, count, tile, STEPS)
+    low = _row_of(table, table + _COLUMNS * count, tile)
     row = table + low
     begin = (tile - tl.load(row)) * (BLOCK * BLOCKS)
     source = tl.load(row + count).to(tl.pointer_type(tl.uint64))
@@ -115,6 +131,7 @@ def _move(  # type: ignore[no-untyped-def]
         word_stride = tl.load(row + 9 * count)
     first_w = tl.zeros((BLOCK,), tl.uint64)
     second_w = tl.zeros((BLOCK,), tl.uint64)
+    touched = 0
     for block in range(BLOCKS):
         index_w = begin + block * BLOCK + tl.arange(0, BLOCK)
         inside_w = index_w < words
@@ -131,13 +148,16 @@ def _move(  # type: ignore[no-untyped-def]
                 tl.store(target + index_w, value_w, mask=inside_w)
             word_w = first_word + index_w
         if DIGEST:
-            z_w = _mixed(word_w, seed)
-            if SAMPLED:
-                kept_w = (((word_w >> 10) + phase) & 15) == 0
-                value_w = tl.where(kept_w, value_w, 0)
-            first_w += value_w * (z_w | 1)
-            second_w += ((value_w << 32) | (value_w >> 32)) * (((z_w << 32) | (z_w >> 32)) | 1)
-    if DIGEST:
+            wanted = True
+            if SAMPLED and not STRIDED:  # nearly every block has nothing that is looked at
+                start = first_word + begin + block * BLOCK
+                wanted = _kept_at_all(start, start + (BLOCK - 1), phase)
+            if wanted:
+                first, second = _terms(value_w, word_w, seed, phase, SAMPLED)
+                first_w += first
+                second_w += second
+                touched += 1
+    if touched > 0:
         tl.atomic_add(sums + 2 * low, tl.sum(first_w, 0).to(tl.int64), sem="relaxed")
         tl.atomic_add(sums + 2 * low + 1, tl.sum(second_w, 0).to(tl.int64), sem="relaxed")
 
@@ -146,7 +166,13 @@ class SegmentTable:
     """Segments of one kind (dense or strided), on the device, ready to be moved any number of times."""
 
     def __init__(
-        self, segments: Sequence[Segment], seeds: Sequence[int], device: torch.device, *, tuning: Tuning | None = None
+        self,
+        segments: Sequence[Segment],
+        seeds: Sequence[int],
+        device: torch.device,
+        sums: torch.Tensor,
+        *,
+        tuning: Tuning | None = None,
     ) -> None:
         """Write the table, once for each way in which tiles are cut.
 
@@ -154,6 +180,7 @@ class SegmentTable:
             segments: What to move; the memory must outlive the table.
             seeds: The digest seed of each segment's checkpoint tensor.
             device: Where the kernel runs.
+            sums: int64 [segments, 2] there: what digests are added to. Whoever made it sets it to zero.
             tuning: How tiles are cut, if not as `COPYING` and `DIGESTING` say.
         """
         self.count, self._tuning = len(segments), tuning
@@ -161,22 +188,17 @@ class SegmentTable:
         self._wide = all(s.wide for s in segments)
         cuts = {tuning} if tuning else {COPYING, DIGESTING}
         self._tables = {cut: _table(segments, seeds, cut, device) for cut in cuts}
-        self._sums = torch.zeros(self.count, 2, dtype=torch.int64, device=device)
+        self._sums = sums
 
-    def move(self, *, write: bool, digest: DigestMode, phase: int = 0) -> torch.Tensor:
+    def move(self, *, write: bool, digest: DigestMode, phase: int = 0) -> None:
         """Queue the kernel on the current stream of the current device, which must be the table's.
 
         Args:
             write: Copy; otherwise only read (and digest).
             digest: How much to digest.
             phase: The sampling phase.
-
-        Returns:
-            int64 [segments, 2]: the digest of each segment, valid until the next call.
         """
-        self._sums.zero_()
         self._launch(write=write, digest=digest, phase=phase, run=True)
-        return self._sums
 
     def compile(self, *, write: bool, digest: DigestMode) -> None:
         """Compile the variant that `move` would use, without running it: an engine must not wait for it in a pause."""
@@ -191,7 +213,6 @@ class SegmentTable:
             self._sums,
             self.count,
             phase,
-            STEPS=max(1, self.count).bit_length() + 1,
             BLOCK=cut.block,
             BLOCKS=cut.blocks,
             COPY=write,
@@ -206,8 +227,11 @@ class SegmentTable:
 def _table(
     segments: Sequence[Segment], seeds: Sequence[int], cut: Tuning, device: torch.device
 ) -> tuple[torch.Tensor, int]:
-    """The columns that the kernel reads, int64 [_COLUMNS, segments], and how many tiles there are."""
-    columns: list[list[int]] = [[] for _ in range(_COLUMNS)]
+    """What the kernel reads, and how many tiles there are.
+
+    int64: the columns [_COLUMNS, segments], then the hints: the segment of every 64th tile, and the last segment.
+    """
+    columns: list[list[int]] = [[] for _ in range(_COLUMNS.value)]
     tiles = 0
     for segment, seed in zip(segments, seeds, strict=True):
         words = segment.rows * segment.row_words
@@ -216,4 +240,7 @@ def _table(
         for column, value in zip(columns, (*values, *strides), strict=True):
             column.append(value)
         tiles += -(-words // cut.tile)
-    return torch.tensor(columns, dtype=torch.int64).to(device), tiles
+    asked = torch.arange(0, tiles, 1 << _HINT_LOG2.value)
+    hints = torch.searchsorted(torch.tensor(columns[0]), asked, right=True) - 1
+    last = torch.tensor([len(segments) - 1])
+    return torch.cat([torch.tensor(columns, dtype=torch.int64).flatten(), hints, last]).to(device), tiles

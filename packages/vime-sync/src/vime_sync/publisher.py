@@ -90,7 +90,7 @@ class Publisher:
         self._check_buffers()
         self._control.begin()
         self._exporter.flush()
-        self._control.finish(version, self.digest, version, self._digester.run(self.digest, version))
+        self._control.finish(version, self.digest, version, self._digester.sums(self.digest, version))
         if isinstance(self._exporter, SealsVersions):
             self._exporter.seal(version, self._control)
         self.version = version
@@ -98,7 +98,7 @@ class Publisher:
     @property
     def staged_digest(self) -> str:
         """The digest of what this rank last staged (32 hexadecimal digits), empty if digests are off."""
-        return "" if self.digest == "off" else str(sum(self._control.digests()[2], Digest()))
+        return "" if self.digest == "off" else str(Digest.total(self._control.sums()[2]))
 
     def _check_version(self, version: int) -> None:
         if version < 0 or version < self.version:

@@ -37,12 +37,10 @@ import torch
 
 from vime_sync.agree import Share
 from vime_sync.connection import Connection, Staged, choose_mode, reach
-from vime_sync.copying import CopyProgram, choose_copier
-from vime_sync.digest import Digest
+from vime_sync.copying import choose_copier
 from vime_sync.errors import (
     AlreadyStartedError,
     AsleepError,
-    DigestError,
     NotPausedError,
     NotStartedError,
     PlanError,
@@ -199,7 +197,7 @@ class Receiver:
 
     def _agree(self, message: Mapping[str, Any]) -> dict[str, Any]:
         link = self._owned(message)
-        link.share = Share.from_wire(message.get("shares"), self.model.rank)
+        link.take(Share.from_wire(message.get("shares"), self.model.rank))
         return {}
 
     def _disconnect(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,7 +261,7 @@ class Receiver:
         if link.mode == "shadow":
             live = self.model.live()
             staged.shadow = {name: torch.empty_like(live[name]) for name in link.plan.live_names}
-            reply |= self._transfer(link, staged, staged.shadow)
+            reply |= link.transfer(staged.shadow, staged.sequences, self.model.device)
         elif link.mode == "undo":
             staged.undo = self._keep(link)
         self._staged = staged
@@ -280,35 +278,6 @@ class Receiver:
                 link.undo[name] = kept
             kept.copy_(now)
         return link.undo
-
-    def _transfer(self, link: Connection, staged: Staged, into: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Copy the plan's slices, and compare what landed with what was published."""
-        modes = {rank: control.digests() for rank, control in link.controls.items()}
-        mode, phase = next((m, p) for m, p, _ in modes.values()) if modes else ("off", 0)
-        program = link.program or CopyProgram(
-            link.plan, link.buffers, into, device=self.model.device, copier=link.copier
-        )
-        started = time.perf_counter()
-        sums = program.run(digest=mode, phase=phase, write=link.mode != "alias")
-        copied = time.perf_counter() - started
-        for rank, control in link.controls.items():
-            control.recheck(staged.sequences[rank], where=f"trainer rank {rank}")
-        if mode == "off":
-            return {"digest_mode": mode, "copy_seconds": copied}
-        published = {rank: digests for rank, (_, _, digests) in modes.items()}
-        expected = {
-            name: sum((published[rank][index] for rank, index in link.pieces[name]), Digest())
-            for name in link.share.verified
-        }
-        if link.share.local:
-            _compare(link.share.sums(link.plan, sums), expected)
-        total = sum(link.share.sums(link.plan, sums).values(), Digest())
-        return {
-            "digest_mode": mode,
-            "copy_seconds": copied,
-            "sum": str(total),
-            "expected": str(sum(expected.values(), Digest())),
-        }
 
     def _check_addresses(self, link: Connection) -> None:
         live = self.model.live()
@@ -359,7 +328,8 @@ class Receiver:
                 for name, values in staged.shadow.items():
                     live[name].data.copy_(values)
             else:
-                reply = self._transfer(link, staged, {})  # its program was bound to the live tensors at connect
+                # Its program was bound to the live tensors at connect.
+                reply = link.transfer({}, staged.sequences, self.model.device)
             if link.plan.reload:
                 self._reload(link, staged)
             _synchronize(self.model.device)
@@ -470,17 +440,6 @@ class Receiver:
 
     def _drop_staged(self) -> None:
         self._staged = None
-
-
-def _compare(landed: Mapping[str, Digest], expected: Mapping[str, Digest]) -> None:
-    wrong = [name for name, digest in expected.items() if landed.get(name, Digest()) != digest]
-    if wrong:
-        raise DigestError(
-            "bytes that arrived are not those that were published",
-            where=f"tensor {wrong[0]}" + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
-            seen=str(landed.get(wrong[0], Digest())),
-            expected=str(expected[wrong[0]]),
-        )
 
 
 def _synchronize(device: torch.device) -> None:
