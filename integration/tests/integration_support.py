@@ -146,5 +146,7 @@ def rows(metrics: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir() if "vime" in path.name}
+def orphaned_memory() -> set[str]:
+    """Return the shared-memory segments whose maker is gone; a name is vime-<namespace>-<pid>-<start>-<secret>."""
+    segments = (path.name for path in Path("/dev/shm").glob("vime-*"))
+    return {name for name in segments if not psutil.pid_exists(int(name.split("-")[-3]))}

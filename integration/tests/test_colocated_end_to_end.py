@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from integration_support import POLICY, Launch, config_file, rows, shared_memory
+from integration_support import POLICY, Launch, config_file, orphaned_memory, rows
 from safetensors.torch import load_file
 from vime_grpo import read_samples
 from vime_integration.ledger import read_ledger
@@ -92,7 +92,7 @@ def test_engine_and_driver_killed_it_goes_on_as_if_nothing_had_happened(
     reference: Path, launch, tmp_path: Path
 ) -> None:
     """The engine dies and is started again; then the driver dies, and the run is resumed. No number differs."""
-    before = shared_memory()
+    before = orphaned_memory()
     killed: Launch = launch(str(write_config(tmp_path)))
     killed.until_step(tmp_path / "run/metrics.jsonl", 1, START_S)
     killed.kill_an_engine()
@@ -112,4 +112,4 @@ def test_engine_and_driver_killed_it_goes_on_as_if_nothing_had_happened(
     ours, theirs = (load_file(folder / "model/model.safetensors") for folder in (tmp_path / "run", reference))
     different = [name for name in theirs if not ours[name].equal(theirs[name])]
     assert different == [], "the final weights are those of the undisturbed run, bit for bit"
-    assert shared_memory() <= before, "segments of the killed run are removed by the next one"
+    assert orphaned_memory() <= before, "segments of the killed run are removed by the next one"

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from integration_support import Launch, config_file, rows, shared_memory
+from integration_support import Launch, config_file, orphaned_memory, rows
 
 START_S = 240.0
 GONE_S = 45.0
@@ -22,7 +22,7 @@ LONG = ("--set", "pipeline.steps=1000", "--set", "checkpoint.every=1")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_what_cannot_be_mended_ends_the_run_and_a_resume_goes_on(launch, tmp_path: Path) -> None:
-    before = shared_memory()
+    before = orphaned_memory()
     metrics = tmp_path / "run/metrics.jsonl"
     config = config_file(tmp_path, steps=1000, save_every=1)
     ranks = ("--set", "trainer.data_parallel=2", "--set", "rollout.batch_size=8", "--set", "sync.mode=alias")
@@ -57,4 +57,4 @@ def test_what_cannot_be_mended_ends_the_run_and_a_resume_goes_on(launch, tmp_pat
     last = int(rows(metrics)[-1]["step"])
     assert (tmp_path / f"run/checkpoints/step-{last:06d}/bundle.json").exists()
     assert [row["step"] for row in rows(metrics)] == list(range(1, last + 1))
-    assert shared_memory() <= before, "nothing is left in shared memory"
+    assert orphaned_memory() <= before, "nothing is left in shared memory"
