@@ -1,0 +1,125 @@
+"""What only a GPU can show: fused kernels as compiled, attention by both of torch's kernels, real offload and peaks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vime_megatron import sft_loss
+from vime_megatron.kernels import PLAIN, plain, select_kernels
+from vime_megatron.kernels.plain import HeadLayout
+from vime_megatron.logprobs import VocabShard, token_logprobs
+from vime_megatron.model.attention_choice import core_attention, obstacles
+from vime_megatron.model.packing import inverse_frequencies, pack
+
+DEVICE, HALF = torch.device("cuda"), torch.bfloat16
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA or AMD GPU"),
+]
+
+
+def draw(*shape, dtype=HALF):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def outputs_and_gradients(function, inputs):
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [*outputs, *torch.autograd.grad(outputs, leaves, [draw(*out.shape, dtype=out.dtype) for out in outputs])]
+
+
+def assert_close_in_half(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0.03, atol=0.03 * float(b.float().abs().max()))
+
+
+def test_compiled_kernels_compute_what_plain_torch_does():
+    fused = select_kernels("auto", DEVICE, HALF)
+    assert fused.name.startswith("triton")
+    x = [draw(300, 2 * 640)]
+    assert_close_in_half(*(outputs_and_gradients(k.gated_silu, x) for k in (fused, PLAIN)))
+    layout = HeadLayout(heads=8, groups=2, width=128, eps=1e-6)
+    angles = draw(300, 64, dtype=torch.float32)
+    inputs = [draw(300, 12 * 128), draw(128).abs(), draw(128).abs()]
+    found, wanted = (
+        outputs_and_gradients(
+            lambda qkv, q, k, kernels=kernels: kernels.query_key_value(qkv, q, k, angles.cos(), angles.sin(), layout),
+            inputs,
+        )
+        for kernels in (fused, PLAIN)
+    )
+    assert_close_in_half(found, wanted)
+
+
+def test_logprobs_of_fused_and_plain_kernels_agree():
+    hidden, weight, targets = draw(200, 64), draw(5000, 64), torch.arange(200, device=DEVICE)
+    results = []
+    for kernels in (select_kernels("auto", DEVICE, HALF), PLAIN):
+        shard = VocabShard(start=0, rows=5000, group=None, chunk=64, kernels=kernels)
+
+        def logprobs(h, w, shard=shard):
+            return token_logprobs(h, w, targets, temperature=0.8, shard=shard)
+
+        results.append(outputs_and_gradients(logprobs, [hidden, weight]))
+    assert_close_in_half(*results)
+
+
+@pytest.mark.parametrize("name", ["varlen", "flash", "te"])
+def test_ragged_attention_is_that_of_padded_groups(name):
+    if obstacles(DEVICE, HALF)[name]:
+        pytest.skip(obstacles(DEVICE, HALF)[name])
+    documents = [torch.zeros(n, dtype=torch.int64) for n in (134, 700, 1, 65)]
+    row = pack(documents, inverse_frequencies=inverse_frequencies(128, 10000.0), device=DEVICE)
+    inputs = [draw(900, heads, 128) for heads in (8, 2, 2)]
+    found, wanted = (
+        outputs_and_gradients(lambda q, k, v, attend=attend: attend(q, k, v, row), inputs)
+        for attend in (core_attention(name), core_attention("sdpa"))
+    )
+    assert_close_in_half(found, wanted)
+
+
+def test_float32_products_are_exact():
+    a, b = draw(256, 256, dtype=torch.float32), draw(256, 256, dtype=torch.float32)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        from vime_megatron.platform.build import full_float32
+
+        with full_float32():
+            found = a @ b
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_background_save_continues_bit_for_bit(make_trainer, tiny, batch, tmp_path):
+    trainer = make_trainer(tiny, dtype="bfloat16")
+    trainer.step(batch, sft_loss)
+    handle = trainer.save(tmp_path / "saved", asynchronous=True)
+    wanted = [trainer.step(batch, sft_loss).loss for _ in range(2)]
+    handle.wait(60.0)
+    trainer.load(tmp_path / "saved")
+    assert [trainer.step(batch, sft_loss).loss for _ in range(2)] == wanted
+
+
+def test_offload_frees_what_it_says_and_peaks_are_reported(make_trainer, tiny, batch):
+    trainer = make_trainer(tiny, dtype="bfloat16")
+    before = trainer.step(batch, sft_loss)
+    out = trainer.offload()
+    assert out.bytes_copied > 0
+    assert trainer.memory()["offloaded_gib"] > 0
+    trainer.onload()
+    assert trainer.step(batch, sft_loss).loss < before.loss
+    report = trainer.memory()
+    assert report["device_peak_gib.train"] >= report["device_gib"] > 0
+
+
+def test_the_wide_sum_is_the_library_s_when_it_has_one():
+    if not plain.wide_sums_work(DEVICE):
+        pytest.skip("this build's matrix library does not add in float32")
+    total = torch.zeros(32, 16, device=DEVICE)
+    a, b = draw(64, 32), draw(64, 16)
+    plain.accumulate_wide(total, a, b)
+    torch.testing.assert_close(total, a.float().t() @ b.float(), rtol=1e-3, atol=1e-3)
