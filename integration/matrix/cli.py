@@ -1,7 +1,7 @@
 """Run the test matrix, or a part of it, and keep what came out.
 
     python integration/matrix/cli.py list
-    python integration/matrix/cli.py run --where python=3.12 --where vllm=0.32 --checks unit interface
+    python integration/matrix/cli.py run --where python=3.12 --where vllm=0.32 --checks light interface
     python integration/matrix/cli.py run                    everything that this machine can (`make matrix`): hours
     python integration/matrix/cli.py table                  write the table in integration/README.md again
 
@@ -27,7 +27,7 @@ from vime_matrix.definition import ROOT, Cell, Definition, load, select
 from vime_matrix.machine import this_machine, why_no_environment, why_no_pipeline
 from vime_matrix.running import Place, make_environment, present_commit, record, run_check
 
-CHECKS = ("unit", "interface", "pipeline")
+CHECKS = (*checks.UNITS, "interface", "pipeline")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,12 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS))
     run.add_argument("--folder", type=Path, default=ROOT / ".tools" / "matrix", help="environments and logs")
     run.add_argument("--uv", type=Path, default=None, help="the uv to use; by default one beside this Python, or found")
-    run.add_argument("--packages", nargs="+", default=[], help="unit tests of these packages only")
     run.set_defaults(run=_run)
     check = commands.add_parser("check", help="make one check with this interpreter's packages")
-    check.add_argument("check", help="unit, interface, pipeline, or a pipeline such as colocated-dense-1")
+    check.add_argument("check", help=f"{', '.join(CHECKS)}, or a pipeline such as colocated-dense-1")
     check.add_argument("--answer", type=Path, help="write the result into this file as JSON")
-    check.add_argument("--packages", nargs="+", default=[])
     check.set_defaults(run=_check)
     commands.add_parser("table", help="write the table in integration/README.md").set_defaults(run=_table)
     return parser
@@ -113,7 +111,7 @@ def _environment(
     """Yield the records of one environment, each as soon as it is known."""
     first = cells[0]
     reason = why_no_environment(first, place.machine, place.uv)
-    planned = [(first, check, reason) for check in ("unit", "interface") if check in options.checks]
+    planned = [(first, check, reason) for check in (*checks.UNITS, "interface") if check in options.checks]
     if "pipeline" in options.checks:
         planned += [(cell, cell.pipeline, reason or why_no_pipeline(cell, place.machine)) for cell in cells]
     yield from (record(cell, check, "skipped", place, 0.0, why) for cell, check, why in planned if why)
@@ -125,16 +123,15 @@ def _environment(
         if python is None:
             yield record(cell, check, "failed", place, 0.0, broken)
         else:
-            more = ["--packages", *options.packages] if check == "unit" and options.packages else []
-            yield run_check(python, cell, check, place, more)
+            yield run_check(python, cell, check, place)
 
 
 def _check(options: argparse.Namespace) -> int:
     name = options.check
     if name == "pipeline":
         name = "-".join(os.environ[f"VIME_MATRIX_{axis}"] for axis in ("MODE", "MODEL", "TP"))
-    if name == "unit":
-        passed, detail = checks.unit(options.packages)
+    if name in checks.UNITS:
+        passed, detail = checks.unit(checks.UNITS[name])
     elif name == "interface":
         passed, detail = checks.interface()
     else:

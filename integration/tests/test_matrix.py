@@ -97,23 +97,23 @@ def test_a_machine_says_what_it_lacks(tmp_path: Path) -> None:
     assert why_no_pipeline(replace(CELL, mode="colocated"), replace(BIG, gpus=2)) == ""
 
 
-def done(check: str = "unit", outcome: results.Outcome = "passed", detail: str = "12 passed") -> Record:
+def done(check: str = "light", outcome: results.Outcome = "passed", detail: str = "12 passed") -> Record:
     return Record("py3.12-0.32-newest", check, outcome, "2026-01-02", "abc", "a machine", 1.0, detail)
 
 
 def test_records_are_kept_by_check_and_a_skip_displaces_no_run(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     assert results.read(path) == {}
-    for item in (done("unit", "skipped", "no Python"), done("unit"), done("unit", "skipped", "no disk")):
+    for item in (done("light", "skipped", "no Python"), done("light"), done("light", "skipped", "no disk")):
         results.keep(item, path)
     results.keep(done("interface", "failed", "a name is missing"), path)
     kept = results.read(path)
     assert {key: item.outcome for key, item in kept.items()} == {
-        ("py3.12-0.32-newest", "unit"): "passed",
+        ("py3.12-0.32-newest", "light"): "passed",
         ("py3.12-0.32-newest", "interface"): "failed",
     }
-    results.keep(done("unit", "failed", "1 failed"), path)
-    assert results.read(path)["py3.12-0.32-newest", "unit"].outcome == "failed", "a run displaces a run"
+    results.keep(done("light", "failed", "1 failed"), path)
+    assert results.read(path)["py3.12-0.32-newest", "light"].outcome == "failed", "a run displaces a run"
 
 
 def test_the_table_says_run_failed_skipped_or_unconfirmed(definition: Definition) -> None:
@@ -122,9 +122,9 @@ def test_the_table_says_run_failed_skipped_or_unconfirmed(definition: Definition
     rows = [line for line in text.splitlines() if line.startswith("| py")]
     assert len(rows) == 15
     row = next(line for line in rows if line.startswith("| py3.12 0.32 newest"))
-    assert "| run 2026-01-02 | **failed** 2026-01-02 (1) |" in row
+    assert "| run 2026-01-02 | unconfirmed | **failed** 2026-01-02 (1) |" in row
     assert row.rstrip(" |").endswith("skipped (1)")
-    assert row.count("unconfirmed") == 7
+    assert row.count("unconfirmed") == 8
     assert text.count("two vLLMs") == 1
     assert "Python 3.12 from 0.17" in text
 
@@ -138,7 +138,7 @@ def test_the_table_in_the_readme_is_the_one_of_the_records(definition: Definitio
 
 
 def test_every_record_is_of_a_cell_of_the_matrix(definition: Definition) -> None:
-    known = {(cell.environment, check) for cell in definition.cells for check in ("unit", "interface", cell.pipeline)}
+    known = {(cell.environment, check) for cell in definition.cells for check in (*table.COLUMNS, cell.pipeline)}
     assert set(results.read()) <= known
 
 
@@ -152,11 +152,11 @@ def test_a_check_runs_with_the_interpreter_of_its_environment(place: Place, tmp_
     answer = json.dumps({"passed": False, "detail": "1 failed"})
     python.write_text(f'#!/bin/sh\nwhile [ "$1" != --answer ]; do shift; done\necho \'{answer}\' > "$2"\n')
     python.chmod(0o755)
-    found = run_check(python, CELL, "unit", place)
-    assert (found.environment, found.outcome, found.detail) == ("py3.12-0.32-newest", "failed", "unit: 1 failed")
+    found = run_check(python, CELL, "light", place)
+    assert (found.environment, found.outcome, found.detail) == ("py3.12-0.32-newest", "failed", "light: 1 failed")
     assert found.machine.endswith("64 cores, no GPU")
     python.write_text("#!/bin/sh\necho Segmentation fault\nexit 139\n")
-    assert run_check(python, CELL, "unit", place).detail == "unit: ended with 139: Segmentation fault"
+    assert run_check(python, CELL, "light", place).detail == "light: ended with 139: Segmentation fault"
 
 
 def test_a_check_that_hangs_is_ended(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_check_that_hangs_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_record_holds_no_path_of_this_machine(place: Place) -> None:
-    assert str(ROOT) not in record(CELL, "unit", "failed", place, 1.0, f"broken in {ROOT}/packages").detail
+    assert str(ROOT) not in record(CELL, "light", "failed", place, 1.0, f"broken in {ROOT}/packages").detail
 
 
 def test_the_command_lists_the_cells_and_refuses_an_unknown_axis() -> None:

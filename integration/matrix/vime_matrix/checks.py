@@ -1,7 +1,7 @@
 """What is checked inside an environment of the matrix, with its own interpreter and its own packages.
 
-``unit``
-    The tests of the packages that need no engine and no GPU and take seconds.
+``light`` and ``megatron``
+    The tests of the packages that need no engine and no GPU and take seconds: of vime-megatron, and of the others.
 ``interface``
     The installed packages meet each other's requirements, and the installed vLLM has every name that the sync plugin
     needs, by the doctor's own check.
@@ -17,12 +17,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vime_matrix.definition import ROOT
 
-PACKAGES = ("vime-devices", "vime-sync", "vime-megatron", "vime-rollout", "vime-grpo")
+UNITS: dict[str, tuple[str, ...]] = {
+    "light": ("vime-devices", "vime-sync", "vime-rollout", "vime-grpo"),
+    "megatron": ("vime-megatron",),
+}
 STEPS = 3
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 ON_POLICY_DIFFERENCE = "train/on_policy_logprob_abs_diff"
@@ -41,16 +45,16 @@ MOE = {
 }
 
 
-def unit(packages: list[str]) -> tuple[bool, str]:
+def unit(packages: Sequence[str]) -> tuple[bool, str]:
     """Run the fast tests.
 
     Args:
-        packages: Which packages; none for all.
+        packages: Of which packages.
 
     Returns:
         Whether they passed, and pytest's closing line.
     """
-    folders = [str(ROOT / "packages" / name / "tests") for name in packages or PACKAGES]
+    folders = [str(ROOT / "packages" / name / "tests") for name in packages]
     # No benchmark plugin, no cache: nothing is written into the checkout.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", "-m",
                "not engine and not gpu and not slow", *folders]  # fmt: skip

@@ -23,7 +23,7 @@ class Record:
 
     Attributes:
         environment: Where: ``py3.12-0.32-newest``.
-        check: What: ``unit``, ``interface``, or a pipeline such as ``colocated-dense-1``.
+        check: What: ``light``, ``megatron``, ``interface``, or a pipeline such as ``colocated-dense-1``.
         outcome: What came of it.
         date: The day, ISO 8601.
         commit: What of vime was run.

@@ -21,7 +21,7 @@ from vime_matrix.machine import Machine, interpreter
 from vime_matrix.results import Outcome, Record
 
 INSTALL_DEADLINE_S = 1800.0
-CHECK_DEADLINE_S = {"unit": 2400.0, "interface": 300.0}
+CHECK_DEADLINE_S = {"light": 1200.0, "megatron": 2400.0, "interface": 300.0}
 PIPELINE_DEADLINE_S = 900.0
 GIT_DEADLINE_S = 30.0
 TAIL = 300
@@ -89,15 +89,14 @@ def make_environment(definition: Definition, cell: Cell, place: Place) -> tuple[
     return python, ""
 
 
-def run_check(python: Path, cell: Cell, check: str, place: Place, options: Sequence[str] = ()) -> Record:
+def run_check(python: Path, cell: Cell, check: str, place: Place) -> Record:
     """Run one check in an environment.
 
     Args:
         python: Its interpreter.
         cell: A cell of it.
-        check: ``unit``, ``interface`` or a pipeline.
+        check: ``light``, ``megatron``, ``interface`` or a pipeline.
         place: Where.
-        options: More arguments of the check.
 
     Returns:
         What came of it.
@@ -105,7 +104,7 @@ def run_check(python: Path, cell: Cell, check: str, place: Place, options: Seque
     log = place.folder / f"{cell.environment}.{check}.log"
     with tempfile.TemporaryDirectory(prefix="vime-matrix-") as text:
         answer = Path(text) / "answer.json"
-        command = [str(python), str(FOLDER / "cli.py"), "check", check, "--answer", str(answer), *options]
+        command = [str(python), str(FOLDER / "cli.py"), "check", check, "--answer", str(answer)]
         deadline = CHECK_DEADLINE_S.get(check, PIPELINE_DEADLINE_S)
         environ = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
         status, seconds = run_logged(command, log, deadline, environ)
