@@ -93,6 +93,7 @@ def test_a_machine_says_what_it_lacks(tmp_path: Path) -> None:
     assert why_no_environment(CELL, BIG, uv) == ""
     assert why_no_pipeline(CELL, BIG) == ""
     assert "needs 4 cores" in why_no_pipeline(CELL, replace(BIG, cores=2))
+    assert "reorder experts" in why_no_pipeline(replace(CELL, model="moe"), BIG)
     assert "needs 4 GPUs" in why_no_pipeline(CELL, replace(BIG, gpus=2))
     assert why_no_pipeline(replace(CELL, mode="colocated"), replace(BIG, gpus=2)) == ""
 

@@ -79,6 +79,11 @@ def why_no_pipeline(cell: Cell, machine: Machine) -> str:
     if machine.gpus:
         needed = 2 * tp if cell.mode == "async" else tp
         return "" if machine.gpus >= needed else f"needs {needed} GPUs, this machine has {machine.gpus}"
+    if cell.model == "moe":
+        return (
+            "vLLM's CPU kernels reorder experts after they are loaded, so vime-sync refuses to copy into them "
+            "(UnplannableError, seen on 2026-11-30), and the pipelines do not reload"
+        )
     if tp > 1 and machine.cores < CORES_OF_TP_2:
         return f"tensor parallelism on a CPU needs {CORES_OF_TP_2} cores, this machine has {machine.cores}"
     return ""
