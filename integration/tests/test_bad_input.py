@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ max_context_tokens = {context}
 dtype = "float32"
 enforce_eager = true
 kv_cache_gib = 0.25
-start_deadline_s = 60.0
+start_deadline_s = 240.0
 [reward]
 name = "exact_match"
 [algorithm]
@@ -85,12 +84,11 @@ def test_unsupported_model_says_what_is_supported(case: Case) -> None:
 
 def test_broken_line_is_named_with_its_file(case: Case) -> None:
     case.data.write_text('{"prompt": "1 + 1", "label": "2"}\n{"prompt": "2 + 2", "lab\n')
-    began = time.monotonic()
     code, text = case.run()
     assert code == 4
     assert str(case.data) in text
     assert f"{case.data}:2" in text or "line 2" in text
-    assert time.monotonic() - began < 20, "it is found before anything expensive starts"
+    assert not (case.folder / "run").exists(), "it is found before anything expensive starts"
 
 
 def test_empty_data_set(case: Case) -> None:

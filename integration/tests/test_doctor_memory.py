@@ -13,9 +13,16 @@ from integration_support import EXAMPLES, POLICY
 from vime_devices import Platform, child_environment
 from vime_grpo import RunConfig, load_config
 from vime_integration.doctor import Machine, Status
-from vime_integration.doctor.configuration import check_configuration, trainer_plan
+from vime_integration.doctor.configuration import check_configuration, sharing_of, trainer_plan
 from vime_integration.doctor.devices import DeviceMemory
-from vime_integration.doctor.memory import PhaseNeed, bundle_bytes, engine_weights, gpu_needs, kv_bytes_per_token
+from vime_integration.doctor.memory import (
+    PhaseNeed,
+    Sharing,
+    bundle_bytes,
+    engine_weights,
+    gpu_needs,
+    kv_bytes_per_token,
+)
 from vime_megatron import check_model
 
 GIB = 2**30
@@ -71,22 +78,30 @@ def test_an_eight_billion_model_does_not_train_on_one_gpu_and_the_phase_is_named
     assert "trainer.tensor_parallel" in line
 
 
-def test_without_sleep_and_offload_the_same_phases_hold_more(large: Path) -> None:
-    device = 192 * GIB
-    shape = check_model(large)
-    easy, hard = configured(large), configured(large, "engine.sleep=off", "trainer.offload=off")
-    small = {need.name: need for need in gpu_needs(easy, trainer_plan(easy), shape, device, gives_back=True)}
-    big = {need.name: need for need in gpu_needs(hard, trainer_plan(hard), shape, device, gives_back=True)}
-    never = {need.name: need for need in gpu_needs(easy, trainer_plan(easy), shape, device, gives_back=False)}
-    assert never == big, "a pipeline that gives nothing back holds all it has, whatever was asked for"
-    assert small["train"].total < big["train"].total
-    assert small["rollout"].total < big["rollout"].total
-    assert small["rollout"].fits
-    assert not big["rollout"].fits
-    aliased = configured(large, "sync.mode=alias")
-    needs = gpu_needs(aliased, trainer_plan(aliased), shape, device, gives_back=True)
-    kept = {need.name: need for need in needs}["rollout"].parts
-    assert kept["trainer keeps"] > trainer_plan(aliased).weights, "the engine runs on the trainer's weights"
+def phases(config: RunConfig, sleeps: bool, offloads: bool, aliased: bool = False) -> dict[str, PhaseNeed]:
+    shape = check_model(config.model.path)
+    needs = gpu_needs(config, trainer_plan(config), shape, 192 * GIB, Sharing(sleeps, offloads, aliased))
+    return {need.name: need for need in needs}
+
+
+def test_who_gives_back_decides_which_phase_fits(large: Path) -> None:
+    config = configured(large)
+    giving, keeping = phases(config, sleeps=True, offloads=True), phases(config, sleeps=False, offloads=False)
+    assert giving["rollout"].fits
+    assert not keeping["rollout"].fits
+    assert all(giving[name].total < keeping[name].total for name in ("rollout", "train", "update_weights"))
+    aliased = phases(config, sleeps=False, offloads=True, aliased=True)
+    assert aliased["engine"].parts["weights"] == 0, "the engine runs on the trainer's weights"
+    assert aliased["rollout"].parts == giving["rollout"].parts, "which the trainer keeps in any case"
+
+
+def test_the_pipeline_itself_decides_who_gives_back(large: Path) -> None:
+    masked = child_environment(Platform.CUDA, own=[0], node=[0], base={})
+    there = Machine(Platform.CUDA, (), 256 * GIB, 64 * GIB, masked.env)
+    assert sharing_of(configured(large), there) == Sharing(sleeps=False, offloads=True, aliased=True)
+    slept = sharing_of(configured(large, "engine.sleep=on", "sync.mode=copy"), there)
+    assert slept == Sharing(sleeps=True, offloads=True, aliased=False)
+    assert not sharing_of(configured(large, "trainer.offload=off"), there).offloads
 
 
 def test_an_engine_whose_share_cannot_hold_its_model_is_named(large: Path) -> None:
