@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 from integration_support import Launch, config_file, orphaned_memory, rows
+from vime_integration.ledger import read_ledger
 
+DYNAMIC = (  # over-sampled, filtered and continued from step to step: what a resume has to bring back
+    "rollout.filter=differing_rewards",
+    "rollout.over_sample=2",
+    "rollout.partial=true",
+    "evaluation.every=2",
+    "evaluation.kind=reasoning_gym",
+    "evaluation.task=chain_sum",
+    "evaluation.size=8",
+)
 START_S = 240.0
 GONE_S = 45.0
 LONG = ("--set", "pipeline.steps=1000", "--set", "checkpoint.every=1")
@@ -26,6 +36,7 @@ def test_what_cannot_be_mended_ends_the_run_and_a_resume_goes_on(launch, tmp_pat
     metrics = tmp_path / "run/metrics.jsonl"
     config = config_file(tmp_path, steps=1000, save_every=1)
     ranks = ("--set", "trainer.data_parallel=2", "--set", "rollout.batch_size=8", "--set", "sync.mode=alias")
+    ranks += tuple(word for setting in DYNAMIC for word in ("--set", setting))
     first: Launch = launch(str(config), *ranks, *LONG, "--set", "engine.restarts=0")
     first.until_step(metrics, 1, START_S)
     first.kill_an_engine()
@@ -56,5 +67,12 @@ def test_what_cannot_be_mended_ends_the_run_and_a_resume_goes_on(launch, tmp_pat
     assert third.until_gone(GONE_S) == []
     last = int(rows(metrics)[-1]["step"])
     assert (tmp_path / f"run/checkpoints/step-{last:06d}/bundle.json").exists()
-    assert [row["step"] for row in rows(metrics)] == list(range(1, last + 1))
+    log = rows(metrics)
+    assert [row["step"] for row in log] == list(range(1, last + 1))
+    assert all(row["rollout/zero_std/ratio"] == 0 for row in log), "groups of equal rewards were dropped"
+    assert all("eval/pass@1" in row for row in log if row["step"] % 2 == 0)
+    ledger = read_ledger(tmp_path / "run/prompts.jsonl")
+    settled = [position for entry in ledger for position in entry["trained"]]
+    settled += [position for entry in ledger for position, _ in entry["dropped"]]
+    assert sorted(settled) == list(range(len(settled))), "each prompt is trained on or dropped, once"
     assert orphaned_memory() <= before, "nothing is left in shared memory"
