@@ -105,7 +105,7 @@ def test_the_pipeline_itself_decides_who_gives_back(large: Path) -> None:
 
 
 def test_an_engine_whose_share_cannot_hold_its_model_is_named(large: Path) -> None:
-    found = on_gpus(configured(large, "engine.gpu_memory_utilization=0.1"), 1, 141)
+    found = on_gpus(configured(large, "engine.gpu_memory_utilization=0.1", "sync.mode=copy"), 1, 141)
     assert found["config.memory.engine"][0] is Status.FAIL
     assert "one context of KV cache" in found["config.memory.engine"][1]
 

@@ -23,8 +23,11 @@ from vime_rollout import load_reward, open_data_source
 from vime_integration.doctor.devices import DeviceMemory, ask_memory
 from vime_integration.doctor.findings import Check, Status, guarded, size
 from vime_integration.doctor.host import available_memory, shm_free
-from vime_integration.doctor.memory import WIDTHS, PhaseNeed, bundle_bytes, cpu_needs, gpu_needs
+from vime_integration.doctor.memory import WIDTHS, PhaseNeed, Sharing, bundle_bytes, cpu_needs, gpu_needs
 from vime_integration.placement import place
+from vime_integration.preflight import check_before_start
+from vime_integration.sharing import choose, offloads, sleeps
+from vime_integration.translate import data_config
 
 TIGHT = 0.95  # of a budget: the estimate of activations is not exact
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -66,6 +69,7 @@ def check_configuration(config: RunConfig, machine: Machine | None = None) -> It
     for name, group in (("model", _model), ("data", _data), ("reward", _reward), ("pipeline", _pipeline)):
         yield from guarded(f"config.{name}", partial(group, config))
     yield from guarded("config.run_dir", partial(_run_dir, config))
+    yield from guarded("config.preflight", partial(_preflight, config))
     on = machine if machine is not None else this_machine()
     yield from guarded("config.placement", partial(_placement, config, on))
     yield from guarded("config.memory", partial(_memory, config, on))
@@ -76,6 +80,13 @@ def trainer_plan(config: RunConfig) -> MemoryPlan:
     from vime_integration.actors.trainer import trainer_config  # late: it imports torch and Megatron
 
     return plan_memory(trainer_config(config), world_size=config.trainer.world_size)
+
+
+def sharing_of(config: RunConfig, machine: Machine) -> Sharing:
+    """Return who gives back what, as the pipeline decides it."""
+    seats = place(config, machine.platform, machine.environ)
+    aliased = choose(config, seats).mode == "alias"
+    return Sharing(sleeps(config, seats), offloads(config, seats), aliased)
 
 
 def _model(config: RunConfig) -> Iterator[Check]:
@@ -102,7 +113,6 @@ def _model(config: RunConfig) -> Iterator[Check]:
 
 
 def _data(config: RunConfig) -> Iterator[Check]:
-    from vime_integration.translate import data_config  # late: it imports the whole rollout
 
     # Lengths need the tokenizer, which takes seconds to load: the rollout checks them when it starts.
     source = open_data_source(dataclasses.replace(data_config(config), max_prompt_tokens=None))
@@ -142,10 +152,17 @@ def _run_dir(config: RunConfig) -> Iterator[Check]:
     )
 
 
+def _preflight(config: RunConfig) -> Iterator[Check]:
+    """Take the look that the run itself takes first: it also finds functions of the user's own."""
+    check_before_start(config)
+    yield Check("config.preflight", Status.OK, "the run's own look before it starts finds nothing")
+
+
 def _placement(config: RunConfig, machine: Machine) -> Iterator[Check]:
     """Place the run as it will be placed; what is refused then is refused now."""
     seats = place(config, machine.platform, machine.environ)
     yield Check("config.placement", Status.OK, "; ".join(seats.describe()) or "engines of somebody else")
+    yield Check("config.sharing", Status.OK, str(choose(config, seats)))
 
 
 def _memory(config: RunConfig, machine: Machine) -> Iterator[Check]:
@@ -162,7 +179,8 @@ def _memory(config: RunConfig, machine: Machine) -> Iterator[Check]:
         )
         return
     else:
-        needs = gpu_needs(config, plan, shape, min(device.total for device in machine.devices))
+        smallest = min(device.total for device in machine.devices)
+        needs = gpu_needs(config, plan, shape, smallest, sharing_of(config, machine))
     for need in needs:
         yield _judge(need)
     yield from _staging(config, shape, machine)
@@ -176,8 +194,7 @@ def _judge(need: PhaseNeed) -> Check:
 
 def _staging(config: RunConfig, shape: ModelShape, machine: Machine) -> Iterator[Check]:
     """Weights that travel by shared memory need room there; GPU memory handles need none."""
-    on_cpu = machine.platform is Platform.CPU
-    if config.sync.transport != "shm" and not (config.sync.transport == "auto" and on_cpu):
+    if choose(config, place(config, machine.platform, machine.environ)).transport != "shm":
         return
     needed = count_parameters(shape) * WIDTHS[config.trainer.dtype] * config.trainer.data_parallel
     yield Check(

@@ -5,11 +5,14 @@ engine's part is what vLLM takes: ``engine.gpu_memory_utilization`` of a whole G
 are asked of it. Does its share hold its weights, one whole context of KV cache and a reserve? And does the share fit
 beside what the trainer leaves?
 
-On a GPU that trainer and engine share, a phase is the sum of what both hold then::
+On a GPU that trainer and engine share, a phase is the sum of what both hold then. `vime_integration.sharing` decides
+who gives back what::
 
-    rollout          the engine's share, and what the trainer keeps: its state, or what is left of it when offloaded
-    train            the trainer's peak, and what the engine keeps: its share, or its context when asleep
-    update_weights   the trainer's weights, its state where it is not offloaded, and the engine's share
+    rollout          the engine's share, the trainer's weights; where it does not offload, gradients and optimiser too
+    train            the trainer's peak, and the engine's share: its context only where it sleeps
+    update_weights   the trainer's whole state, and the engine's share: its weights only where it slept
+
+An engine that runs on the trainer's memory has no weights of its own.
 
 On a CPU every process lives side by side in one memory, so there is one sum.
 """
@@ -63,8 +66,19 @@ class PhaseNeed:
         return f"{parts} = {self.total / GIB:.2f} GiB"
 
 
-#: Whether the colocated pipeline puts engines to sleep and offloads the trainer; until then both hold all they have.
-PIPELINE_GIVES_BACK = False
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Who gives back what on a GPU that trainer and engine share.
+
+    Attributes:
+        sleeps: Engines give their memory back while the trainer works.
+        offloads: The trainer gives gradients and optimiser back while engines generate.
+        aliased: Engines run on the trainer's weights.
+    """
+
+    sleeps: bool
+    offloads: bool
+    aliased: bool
 
 
 def kv_bytes_per_token(shape: ModelShape, config: RunConfig) -> int:
@@ -82,12 +96,7 @@ def engine_weights(shape: ModelShape, config: RunConfig) -> int:
 
 
 def gpu_needs(
-    config: RunConfig,
-    plan: MemoryPlan,
-    shape: ModelShape,
-    device_bytes: int,
-    *,
-    gives_back: bool = PIPELINE_GIVES_BACK,
+    config: RunConfig, plan: MemoryPlan, shape: ModelShape, device_bytes: int, sharing: Sharing
 ) -> list[PhaseNeed]:
     """Return what each phase needs of one GPU.
 
@@ -96,36 +105,26 @@ def gpu_needs(
         plan: The trainer's memory on its fullest rank.
         shape: The model.
         device_bytes: Memory of the smallest visible GPU.
-        gives_back: Whether ``engine.sleep`` and ``trainer.offload`` are acted on, where they are not off.
+        sharing: Who gives back what; without meaning where trainer and engines are apart.
     """
     engine = config.engine
     share = int(engine.gpu_memory_utilization * device_bytes)
     context = (engine.max_model_len or config.rollout.max_context_tokens) * kv_bytes_per_token(shape, config)
-    inside = {
-        "weights": engine_weights(shape, config),
-        "one context of KV cache": context,
-        "reserve": ENGINE_RESERVE,
-    }
+    weights = 0 if sharing.aliased else engine_weights(shape, config)
+    inside = {"weights": weights, "one context of KV cache": context, "reserve": ENGINE_RESERVE}
     needs = [PhaseNeed("engine", inside, share, "raise engine.gpu_memory_utilization or engine.tensor_parallel")]
     smaller = "raise trainer.tensor_parallel, set trainer.activation_recompute, or lower max_tokens_per_microbatch"
-    if config.pipeline.mode != "colocated":
+    if config.pipeline.mode == "async":
         return [*needs, PhaseNeed("train", {"trainer": plan.total}, device_bytes, smaller)]
-    sleeps = gives_back and engine.sleep != "off"
-    offloads = gives_back and config.trainer.offload != "off"
-    state = plan.weights + plan.gradients + plan.optimizer
-    left = plan.weights if config.sync.mode == "alias" else 0
-    kept = CONTEXT + (left if offloads else state)
-    beside = "lower engine.gpu_memory_utilization, or spread trainer or engine over more GPUs"
-    held = CONTEXT + (plan.weights if offloads else state)
+    state = CONTEXT + plan.weights + plan.gradients + plan.optimizer
+    kept = CONTEXT + plan.weights if sharing.offloads else state
+    asleep = CONTEXT if sharing.sleeps else share
+    beside = 'lower engine.gpu_memory_utilization, set engine.sleep = "on", or spread both over more GPUs'
     alone = plan.total + CONTEXT > device_bytes  # then no other share of the engine helps
     phases = (
         ("rollout", {"engine's share": share, "trainer keeps": kept}, beside),
-        (
-            "train",
-            {"trainer": plan.total, "engine keeps": CONTEXT if sleeps else share},
-            smaller if sleeps or alone else beside,
-        ),
-        ("update_weights", {"trainer holds": held, "engine's share": share}, beside),
+        ("train", {"trainer": plan.total, "engine keeps": asleep}, smaller if sharing.sleeps or alone else beside),
+        ("update_weights", {"trainer holds": state, "engine holds": asleep + weights * sharing.sleeps}, beside),
     )
     return [*needs, *(PhaseNeed(name, parts, device_bytes, fix) for name, parts, fix in phases)]
 
