@@ -144,6 +144,7 @@ class FaultyServer:
         self.requests: list[tuple[str, Any]] = []
         self.peak = 0
         self.label: str | None = None
+        self.release = "0.32.0"
         self.delay_s = 0.0
         self._running = 0
         self._lock = threading.Lock()
@@ -182,6 +183,8 @@ class FaultyServer:
             self._send(handler, *answer)
 
     def _answer(self, path: str, body: Any) -> Any:
+        if path == "/version":
+            return (200, {"version": self.release})
         if self.label is not None and path == "/update_weight_version":
             self.label = body["new_version"]
         if self.label is not None and not path.startswith("/inference"):

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import httpx
 
 from vime_rollout.engine.request import GenerateRequest, Generation, parse_generation
+from vime_rollout.engine.window import NEWEST_DIALECT
 from vime_rollout.errors import EngineBusyError, EngineRequestError, EngineResponseError, EngineTimeoutError
 
 _T = TypeVar("_T")
@@ -61,6 +62,7 @@ class EngineClient:
         self.name = name
         self.in_flight = 0
         self.incarnation = 0
+        self.dialect = NEWEST_DIALECT
         self.request_deadline_s = request_deadline_s
         self._max_concurrency = max_concurrency
         self._control_deadline_s = control_deadline_s
@@ -144,7 +146,8 @@ class EngineClient:
             done = time.monotonic()
         finally:
             self.in_flight -= 1
-        generation = parse_generation(body, engine=self.name, max_tokens=request.sampling.max_tokens)
+        most, stamped = request.sampling.max_tokens, self.dialect.stamps_tokens
+        generation = parse_generation(body, engine=self.name, max_tokens=most, stamped=stamped)
         return replace(generation, queue_s=sent - started, seconds=done - sent, attempts=attempts)
 
     async def _uncut(self, limit: float, incarnation: int, send: Callable[[], Awaitable[Any]]) -> Any:
@@ -170,7 +173,7 @@ class EngineClient:
             method: ``"GET"`` or ``"POST"``.
             path: Route, such as ``"/pause"``.
             deadline_s: Seconds; ``None`` takes the configured deadline.
-            options: For httpx (``json``, ``params``).
+            options: ``text=True`` where the answer is no JSON; the rest for httpx (``json``, ``params``).
 
         Returns:
             The decoded answer, ``None`` for an empty one.
@@ -216,7 +219,9 @@ class EngineClient:
                 await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _once(self, session: httpx.AsyncClient, method: str, path: str, **options: Any) -> Any:
+    async def _once(
+        self, session: httpx.AsyncClient, method: str, path: str, *, text: bool = False, **options: Any
+    ) -> Any:
         where = f"engine {self.name}, {method} {self.url}{path}"
         try:
             response = await session.request(method, path, **options)
@@ -231,14 +236,14 @@ class EngineClient:
                 "engine lacks a route",
                 where=where,
                 seen=_message(response),
-                fix="start it with --enable-scale-out and VLLM_SERVER_DEV_MODE=1 (VLLMEngine does), vLLM 0.32 or newer",
+                fix="start it with VLLM_SERVER_DEV_MODE=1 and, from vLLM 0.30 on, --enable-scale-out (VLLMEngine does)",
             )
         if response.is_client_error and response.status_code not in _PASSING_STATUS:
             raise EngineRequestError("engine refused the request", where=where, seen=_message(response))
         if not response.is_success:
             raise EngineBusyError("engine failed on the request", where=where, seen=_message(response))
-        if not response.content:
-            return None
+        if text or not response.content:
+            return response.text or None
         try:
             return response.json()
         except ValueError as error:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vime_rollout.engine.window import NEWEST_DIALECT, Dialect
 from vime_rollout.errors import EngineStartError
 
 
@@ -109,8 +110,13 @@ class EngineConfig:
     python: str = sys.executable
     module: str = "vllm.entrypoints.openai.api_server"
 
-    def command(self, port: int) -> list[str]:
-        """Return the command line of a server on ``port``."""
+    def command(self, port: int, dialect: Dialect = NEWEST_DIALECT) -> list[str]:
+        """Return the command line of a server.
+
+        Args:
+            port: To listen on.
+            dialect: Of the vLLM that it starts: an option that a release does not know would end it.
+        """
         options: dict[str, str | None] = {
             "--model": self.model,
             "--served-model-name": self.name,
@@ -124,7 +130,7 @@ class EngineConfig:
             "--load-format": self.load_format,
             "--logprobs-mode": "processed_logprobs",  # of the distribution that was sampled, temperature included
         }
-        flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
+        flags = ["--disable-uvicorn-access-log", *(["--enable-scale-out"] if dialect.scale_out_option else [])]
         flags += ["--enforce-eager"] if self.enforce_eager else []
         flags += ["--enable-sleep-mode"] if self.enable_sleep_mode else []
         pairs = [part for name, value in options.items() if value is not None for part in (name, value)]

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from vime_rollout.engine.client import EngineClient
 from vime_rollout.engine.request import GenerateRequest, Generation, SamplingParams
 from vime_rollout.engine.state import EngineState, StateMachine
+from vime_rollout.engine.window import dialect_of
 from vime_rollout.errors import (
     EngineBusyError,
     EngineDeadError,
@@ -32,6 +34,7 @@ from vime_rollout.errors import (
     EngineTimeoutError,
     VersionMismatchError,
 )
+from vime_rollout.sample import VersionSpan
 
 PauseMode = Literal["abort", "wait", "keep"]
 #: Version of weights that belong to no version of a run: a restarted server has it until weights are sent to it.
@@ -159,6 +162,9 @@ class RemoteEngine:
 
     async def _greet(self, initial_version: int) -> None:
         await self._client.control("GET", "/health")
+        release = str((await self._client.control("GET", "/version"))["version"])
+        if release != self._client.dialect.release:
+            self._client.dialect = dialect_of(release, where=f"engine {self.name} at {self.url}")
         info = await self._client.control("GET", "/weight_info")
         if info["weight_version"] == _UNLABELLED:
             await self._client.control("POST", "/update_weight_version", json={"new_version": str(initial_version)})
@@ -200,22 +206,34 @@ class RemoteEngine:
             await self._ready_at(version, deadline_s)
             incarnation = self._client.incarnation
             try:
-                generation = await self._client.generate(request, deadline_s=deadline_s)
+                generation = await self._generate(request, deadline_s)
             except (EngineBusyError, EngineTimeoutError) as error:
                 if self._client.incarnation == incarnation:
                     told = await self._diagnose(error)
                     if self._client.incarnation == incarnation:
                         raise told from error
                 # The server that had the request was replaced: nothing of it can arrive any more, so it is asked anew.
-        wrong = {span.version for span in generation.versions} - {version}
-        if version is not None and wrong:
+        found: set[int | None] = {span.version for span in generation.versions}
+        if not self._client.dialect.stamps_tokens:
+            found.add(self._version)
+        if version is not None and found - {version}:
             raise VersionMismatchError(
                 "tokens come from other weights than asked for",
                 where=f"engine {self.name}",
-                seen=str(generation.versions),
+                seen=f"{generation.versions}, engine at version {self._version}",
                 expected=f"version {version} only",
             )
         return generation
+
+    async def _generate(self, request: GenerateRequest, deadline_s: float | None) -> Generation:
+        """Generate once; where the engine does not stamp tokens, find out their version (see ``window``)."""
+        if self._client.dialect.stamps_tokens:
+            return await self._client.generate(request, deadline_s=deadline_s)
+        before = await self.read_version()
+        generation = await self._client.generate(request, deadline_s=deadline_s)
+        older = min(before, await self.read_version())
+        length = len(generation.tokens)
+        return replace(generation, versions=(VersionSpan(older, 0, length),) if length else ())
 
     async def _ready_at(self, version: int | None, deadline_s: float | None) -> None:
         if self.state is not EngineState.READY:

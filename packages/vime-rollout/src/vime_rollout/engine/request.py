@@ -145,13 +145,15 @@ class Generation:
     attempts: int = 1
 
 
-def parse_generation(body: Mapping[str, Any], *, engine: str, max_tokens: int) -> Generation:
+def parse_generation(body: Mapping[str, Any], *, engine: str, max_tokens: int, stamped: bool = True) -> Generation:
     """Check an answer of ``/inference/v1/generate`` and return it.
 
     Args:
         body: The decoded JSON.
         engine: Name of the engine, for errors.
         max_tokens: What was asked for.
+        stamped: Whether the engine stamps tokens with versions and names them by integer ids (vLLM 0.32). Without, the
+            versions are left empty, for the caller to fill in.
 
     Raises:
         EngineResponseError: When anything about it is not as the module's docstring says.
@@ -160,9 +162,9 @@ def parse_generation(body: Mapping[str, Any], *, engine: str, max_tokens: int) -
         (choice,) = body["choices"]
         tokens = tuple(int(t) for t in choice["token_ids"])
         entries = (choice["logprobs"] or {}).get("content") or []
-        scored = tuple(int(e["token_id"]) for e in entries)
+        scored = tuple(int(e["token_id"]) if stamped else _id_of(e["token"]) for e in entries)
         logprobs = tuple(float(e["logprob"]) for e in entries)
-        spans = tuple(_span(s, engine) for s in choice["weight_versions"] or [])
+        spans = tuple(_span(s, engine) for s in choice["weight_versions"] or []) if stamped else ()
         reason = str(choice["finish_reason"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EngineResponseError(
@@ -185,8 +187,14 @@ def parse_generation(body: Mapping[str, Any], *, engine: str, max_tokens: int) -
                 repr(logprob),
                 "finite and at most 0 (NaN or -inf in the model?)",
             )
-    _check_cover(engine, spans, len(tokens))
+    if stamped:
+        _check_cover(engine, spans, len(tokens))
     return Generation(tokens, logprobs, spans, _STATUS[reason], engine=engine)
+
+
+def _id_of(token: str) -> int:
+    """Return the id in ``token_id:7``, as vLLM up to 0.31 names the token of a logprob."""
+    return int(token.removeprefix("token_id:"))
 
 
 def _span(value: Mapping[str, Any], engine: str) -> VersionSpan:

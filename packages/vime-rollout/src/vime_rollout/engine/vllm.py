@@ -29,6 +29,7 @@ from vime_rollout.engine.config import EngineConfig
 from vime_rollout.engine.process import EngineProcess
 from vime_rollout.engine.remote import UNSENT_VERSION, RemoteEngine
 from vime_rollout.engine.state import EngineState
+from vime_rollout.engine.window import dialect_of, installed_release
 from vime_rollout.errors import EngineDeadError, EngineError, EngineStartError, EngineTimeoutError
 
 _POLL_S = 0.1
@@ -111,8 +112,10 @@ class VLLMEngine(RemoteEngine):
             port = self.config.port or free_port(self.config.host)
             check_port(self.config.host, port, self.name)
             await self._client.move(f"http://{self.config.host}:{port}")
+            release = await asyncio.to_thread(installed_release, self.config.python)
+            dialect = dialect_of(release, where=f"engine {self.name}")
             self._process = EngineProcess(
-                self.config.command(port),
+                self.config.command(port, dialect),
                 self.config.child_environment(),
                 Path(self.config.log_path),
                 grace_s=self.config.stop_grace_s,
