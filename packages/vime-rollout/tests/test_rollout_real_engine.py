@@ -44,7 +44,7 @@ from vime_rollout.errors import (
     EngineTimeoutError,
     VersionMismatchError,
 )
-from vime_rollout.experimental import Collector, PartialSamples
+from vime_rollout.experimental import Collector, MultiTurn, PartialSamples
 
 pytestmark = [
     pytest.mark.engine,
@@ -279,6 +279,45 @@ async def test_what_a_step_cuts_the_next_one_goes_on_with(engine, tiny_model):
         kept = sum(span.end - span.start for span in sample.versions if span.version == before)
         assert sample.tokens[: sample.prompt_length + kept] == whole.tokens[: whole.prompt_length + kept]
         assert sample.logprobs[:kept] == pytest.approx(whole.logprobs[:kept], abs=1e-4)
+
+
+class Nods:
+    """Answers three turns."""
+
+    def __init__(self, prompt):
+        self.left = 3
+
+    async def reply(self, turn):
+        self.left -= 1
+        return [{"role": "user", "content": "and?"}] if self.left else []
+
+
+async def test_turns_with_a_real_engine(engine, tiny_model):
+    encoder, version = Encoder(tiny_model), engine.version
+    prompt = Prompt(id="p:0", messages=({"role": "user", "content": "1+1="},), label="2")
+    sampling = SamplingParams(max_tokens=32, stop=tuple("aeiou123456"), ignore_eos=True)
+    config = RolloutConfig(samples_per_prompt=4, sampling=sampling, max_context_tokens=CONTEXT, max_turns=3)
+    generate = MultiTurn(Nods)
+    rollout = Rollout(engine, encoder, load_reward("exact_match"), config, generate=generate)
+    groups = [await rollout.run([prompt], version=version) for _ in range(2)]
+    assert [[s.tokens for s in g] for g in groups[0]] == [[s.tokens for s in g] for g in groups[1]]
+    samples = groups[0][0].samples
+    assert any(s.metadata["turns"] > 1 for s in samples)
+    for sample in samples:  # the engine agrees about every token that is trained on, in its context
+        sampled = [i for i, flag in enumerate(sample.loss_mask) if flag]
+        assert {v for span in sample.versions for v in [span.version]} == {version}
+        assert sum(span.end - span.start for span in sample.versions) == len(sampled)
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for sample in samples:
+        tokens = torch.tensor([sample.tokens])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, sample.prompt_length - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, tokens[0, sample.prompt_length :, None])[:, 0]
+        difference = (expected - torch.tensor(sample.logprobs)) * torch.tensor(sample.loss_mask)
+        assert difference.abs().max().item() < 1e-4
 
 
 async def test_a_hung_core_answers_health_but_no_probe(engine):

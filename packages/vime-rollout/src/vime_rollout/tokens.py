@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vime_rollout.errors import DataError
-from vime_rollout.sample import Prompt
+from vime_rollout.sample import Message, Prompt
 
 
 class Encoder:
@@ -62,15 +62,23 @@ class Encoder:
             return prompt
         text, add_special = prompt.text, True
         if prompt.messages:
-            text, add_special = self._render(prompt), False
+            text, add_special = self.render(prompt.messages, where=f"prompt {prompt.id}"), False
         tokens = self._tokenizer(text, add_special_tokens=add_special)["input_ids"]
         if not tokens:
             raise DataError("prompt has no tokens", where=f"prompt {prompt.id}", seen=repr(text[:80]))
         return dataclasses.replace(prompt, tokens=tuple(int(t) for t in tokens))
 
-    def _render(self, prompt: Prompt) -> str:
-        messages = [dict(m) for m in prompt.messages]
-        where = f"prompt {prompt.id}, model {self.model}"
+    def render(self, messages: Sequence[Message], *, where: str = "") -> str:
+        """Return chat messages as the template writes them, with the generation prompt at the end.
+
+        Args:
+            messages: In order.
+            where: Whose they are, for errors.
+
+        Raises:
+            DataError: When there is no chat template, or it refuses the messages.
+        """
+        where = ", ".join(part for part in (where, f"model {self.model}") if part)
         if not getattr(self._tokenizer, "chat_template", None):
             raise DataError(
                 "model has no chat template", where=where, fix="use plain text prompts, or add a chat template"
@@ -79,12 +87,24 @@ class Encoder:
 
         try:
             rendered = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._options
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **self._options
             )
         except (TemplateError, ValueError, TypeError) as error:
             raise DataError("chat template refuses the messages", where=where, seen=str(error)) from error
         return str(rendered)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return text for people and rewards, special tokens left out."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text that the template wrote; nothing is added to it."""
+        return tuple(int(t) for t in self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return text for people and rewards.
+
+        Args:
+            tokens: Ids.
+            special: Write special tokens as the template does, instead of leaving them out.
+        """
+        decoded = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        return str(decoded)
