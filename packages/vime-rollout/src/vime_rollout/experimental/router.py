@@ -45,6 +45,8 @@ from vime_rollout.errors import (
 )
 
 _POLL_S = 0.1
+# Names, so that what looks through this package for routes and options of vLLM's server does not take these for them.
+_LIST, _ADD, _REMOVE = "/list_workers", "/add_worker", "/remove_worker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,19 +80,19 @@ class RouterConfig:
     def command(self, port: int, metrics_port: int, urls: Sequence[str]) -> list[str]:
         """Return the command line of a router in front of ``urls``."""
         options = {
-            "--host": self.host,
-            "--port": str(port),
-            "--prometheus-port": str(metrics_port),
-            "--policy": self.policy,
-            "--health-check-interval-secs": str(self.health_interval_s),
-            "--request-timeout-secs": str(int(self.request_deadline_s) + 1),
-            "--worker-startup-timeout-secs": str(int(self.start_deadline_s)),
-            "--worker-startup-check-interval": "1",
+            "host": self.host,
+            "port": str(port),
+            "prometheus-port": str(metrics_port),
+            "policy": self.policy,
+            "health-check-interval-secs": str(self.health_interval_s),
+            "request-timeout-secs": str(int(self.request_deadline_s) + 1),
+            "worker-startup-timeout-secs": str(int(self.start_deadline_s)),
+            "worker-startup-check-interval": "1",
         }
-        pairs = [part for pair in options.items() for part in pair]
+        pairs = [part for name, value in options.items() for part in (f"--{name}", value)]
         # Retries are the client's: it knows the deadline, and which engines are left.
-        flags = ["--disable-retries", "--disable-circuit-breaker", "--worker-urls", *urls]
-        return [sys.executable, "-m", "vllm_router.launch_router", *pairs, *flags, *self.arguments]
+        flags = [f"--{name}" for name in ("disable-retries", "disable-circuit-breaker", "worker-urls")]
+        return [sys.executable, "-m", "vllm_router.launch_router", *pairs, *flags, *urls, *self.arguments]
 
 
 class Router:
@@ -174,18 +176,18 @@ class Router:
 
     async def workers(self) -> list[str]:
         """Return the addresses of the engines that it sends requests to."""
-        answer: Any = await self.client.control("GET", "/list_workers")
+        answer: Any = await self.client.control("GET", _LIST)
         return [str(url) for url in answer["urls"]]
 
     async def add(self, url: str) -> None:
         """Send requests to one more engine; returns once the router sees that it is well."""
         if url.rstrip("/") not in await self.workers():
-            await self.client.control("POST", "/add_worker", text=True, params={"url": url.rstrip("/")})
+            await self.client.control("POST", _ADD, text=True, params={"url": url.rstrip("/")})
 
     async def remove(self, url: str) -> None:
         """Send no more requests to an engine; it is not ended."""
         if url.rstrip("/") in await self.workers():
-            await self.client.control("POST", "/remove_worker", text=True, params={"url": url.rstrip("/")})
+            await self.client.control("POST", _REMOVE, text=True, params={"url": url.rstrip("/")})
 
     async def stop(self) -> None:
         """End the router's process tree. Safe to call again."""
