@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from verify.engine import is_offered
+from verify.engine import is_offered, our_literals
 from verify.scan import scan_packages, scan_source
 
 
@@ -148,3 +148,16 @@ def test_a_switch_and_its_negative_are_the_same_option() -> None:
     assert is_offered("--no-such", offered)
     assert not is_offered("--enable", offered)
     assert not is_offered("--no-prefix-caching", offered)
+
+
+def test_an_option_that_the_launcher_passes_to_some_releases_only_is_its_own_affair(tmp_path: Path) -> None:
+    (tmp_path / "launch.py").write_text(
+        "def command(dialect, eager):\n"
+        '    flags = ["--always", *(["--from-newer"] if dialect.newer else ["--from-older"])]\n'
+        "    if dialect.odd:\n"
+        '        flags += ["--odd"]\n'
+        '    flags += ["--eager"] if eager else []\n'
+        "    return flags\n"
+    )
+    (tmp_path / "router.py").write_text('OPTIONS = ["--of-the-router"]\n')
+    assert our_literals(tmp_path)[1] == {"--always", "--eager"}

@@ -26,6 +26,8 @@ METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "PATCH"})
 # The package that launches the server and the ones that talk to it.
 LAUNCHERS = ("vime_rollout",)
 CLIENTS = ("vime_rollout", "vime_sync")
+# A module of this name talks to vllm-router, which is another program with routes and options of its own.
+OTHER_PROGRAM = "router"
 _ROUTE = re.compile(
     rb"""\.(?:get|post|put|delete|patch|api_route|route|add_api_route|mount)\(\s*["'](/[\w/.{}-]*)["']"""
 )
@@ -78,7 +80,13 @@ def our_literals(package: Path) -> tuple[set[str], set[str]]:
     routes: set[str] = set()
     options: set[str] = set()
     for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if OTHER_PROGRAM in path.relative_to(package).with_suffix("").parts:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        chosen = by_release(tree)
+        for node in ast.walk(tree):
+            if node in chosen:
+                continue
             if isinstance(node, ast.Call):
                 texts = [arg.value if isinstance(arg, ast.Constant) else None for arg in node.args]
                 for method, route in pairwise(texts):
@@ -87,6 +95,25 @@ def our_literals(package: Path) -> tuple[set[str], set[str]]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _OUR_OPTION.fullmatch(node.value):
                 options.add(node.value)
     return routes, options
+
+
+def by_release(tree: ast.AST) -> set[ast.AST]:
+    """Find what our launcher passes to some releases only: the branches of a condition on ``dialect``.
+
+    Args:
+        tree: A module of ours.
+
+    Returns:
+        The nodes in these branches; the launcher, which asks for the installed release, answers for them.
+    """
+    found: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.IfExp) and any(
+            isinstance(part, ast.Name) and part.id == "dialect" for part in ast.walk(node.test)
+        ):
+            branches = [node.body, node.orelse] if isinstance(node, ast.IfExp) else [*node.body, *node.orelse]
+            found |= {part for branch in branches for part in ast.walk(branch)}
+    return found
 
 
 def offered(vllm: Path) -> tuple[set[str], set[str]]:
