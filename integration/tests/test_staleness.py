@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from vime_grpo import PolicyLoss
+from vime_grpo.config import RunConfig, config_from_dict
+from vime_integration.batches import make_batch
 from vime_integration.errors import PipelineError
 from vime_integration.staleness import (
     ON_POLICY_DIFFERENCE,
@@ -74,3 +78,41 @@ def test_the_difference_counts_on_policy_tokens_only_and_the_loss_is_as_it_was()
 
 def test_without_on_policy_tokens_there_is_no_difference_to_report():
     assert ON_POLICY_DIFFERENCE not in settle_on_policy({"train/on_policy_weight_sum": 0.0})
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_a_batch_says_which_tokens_are_on_policy_and_masks_the_others_when_asked(mask):
+    config = config_of(mask)
+    other = dataclasses.replace(sample((4, 0, 5)), index=1, reward=0.0, reward_reason="wrong")
+    batch = make_batch([MIXED, other], config, 4, max_lag=1)
+    ((mixed, fresh),) = batch.updates
+    assert mixed.fields["on_policy"].tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert fresh.fields["on_policy"].tolist() == [0, 0, 1, 1, 1, 1, 1]
+    share = 0.5 / 5  # one of two samples, one of five tokens: the denominators stay those of the batch
+    assert fresh.fields["weight"].tolist() == pytest.approx([0, 0] + [share] * 5)
+    old = 0.0 if mask else share
+    assert mixed.fields["weight"].tolist() == pytest.approx([0, 0, old, old, share, share, share])
+
+
+def config_of(mask: bool) -> RunConfig:
+    return config_from_dict(
+        {
+            "model": {"path": "/models/any"},
+            "data": {"kind": "reasoning_gym", "task": "chain_sum", "size": 8},
+            "rollout": {
+                "batch_size": 1,
+                "samples_per_prompt": 2,
+                "max_response_tokens": 8,
+                "max_context_tokens": 64,
+                "mask_off_policy": mask,
+            },
+            "engine": {},
+            "reward": {"name": "reasoning_gym"},
+            "algorithm": {},
+            "trainer": {},
+            "sync": {},
+            "pipeline": {"steps": 1, "run_dir": "/runs/any", "mode": "async"},
+            "checkpoint": {},
+            "tracking": {},
+        }
+    )

@@ -52,17 +52,18 @@ def make_batch(samples: Sequence[Sample], config: RunConfig, version: int, *, ma
     advantages = group_advantages(rewards, groups, estimator=algorithm.advantage, normalize_std=algorithm.normalize_std)
     updates = []
     for positions in split_updates(groups, algorithm.steps_per_rollout):
+        chosen = [samples[position] for position in positions]
+        fresh = [on_policy_field(sample, version) for sample in chosen] if max_lag else []
+        masked = [field[s.prompt_length :].int().tolist() for field, s in zip(fresh, chosen, strict=False)]
         rows = build_batch(
-            [samples[position] for position in positions],
+            chosen,
             [float(advantages[position]) for position in positions],
             aggregation=algorithm.loss_aggregation,
             horizon=config.rollout.max_response_tokens,
+            on_policy=masked if max_lag and config.rollout.mask_off_policy else None,
         )
-        if max_lag:
-            for row, position in zip(rows, positions, strict=True):
-                row.fields[ON_POLICY] = on_policy_field(samples[position], version)
-                if config.rollout.mask_off_policy:  # after normalisation: the denominators stay those of the batch
-                    row.fields["weight"] = row.fields["weight"] * row.fields[ON_POLICY]
+        for row, field in zip(rows, fresh, strict=False):
+            row.fields[ON_POLICY] = field
         updates.append(tuple(rows))
     return RolloutBatch(version, tuple(updates))
 
