@@ -112,11 +112,12 @@ class VLLMEngine(RemoteEngine):
             port = self.config.port or free_port(self.config.host)
             check_port(self.config.host, port, self.name)
             await self._client.move(f"http://{self.config.host}:{port}")
-            release = await asyncio.to_thread(installed_release, self.config.python)
-            dialect = dialect_of(release, where=f"engine {self.name}")
+            environment = self.config.child_environment()
+            release = await asyncio.to_thread(installed_release, self.config.python, environment)
+            dialect = self._client.dialect = dialect_of(release, where=f"engine {self.name}")
             self._process = EngineProcess(
                 self.config.command(port, dialect),
-                self.config.child_environment(),
+                environment,
                 Path(self.config.log_path),
                 grace_s=self.config.stop_grace_s,
                 name=self.name,

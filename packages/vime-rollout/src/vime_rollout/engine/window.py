@@ -21,6 +21,7 @@ import logging
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vime_rollout.errors import EngineStartError
@@ -39,8 +40,9 @@ def first():
             continue
     names = metadata.packages_distributions().get("vllm", [])
     return metadata.version(names[0]) if names else ""
-print(first())
+print("release:", first())
 """
+_MARK = "release:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +96,12 @@ def dialect_of(release: str, *, where: str) -> Dialect:
     return Dialect(release, scale_out_option=number >= (0, 30), stamps_tokens=stamps)
 
 
-def installed_release(python: str) -> str:
+def installed_release(python: str, environment: Mapping[str, str] | None = None) -> str:
     """Return the release of vLLM that an interpreter would run, without importing it.
 
     Args:
         python: Path of the interpreter.
+        environment: The whole environment that it will have; ``None``: this process's.
 
     Raises:
         EngineStartError: When it has none, or cannot be asked.
@@ -106,12 +109,12 @@ def installed_release(python: str) -> str:
     where = f"interpreter {python}"
     try:
         done = subprocess.run(  # noqa: S603 - the interpreter that the engine is started with
-            [python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_S, check=True
+            [python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_S, check=True, env=environment
         )
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", "") or str(error)
         raise EngineStartError("interpreter cannot be asked for vLLM", where=where, seen=str(detail)[-300:]) from error
-    if not (release := done.stdout.strip()):
+    if not (release := done.stdout.rpartition(_MARK)[2].strip()):
         raise EngineStartError(
             "vLLM is not installed",
             where=where,
