@@ -106,8 +106,33 @@ def test_bench_measures_and_checks(transport, mode):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_bench_says_what_is_missing(transport):
-    with pytest.raises(TransportError, match="not enough GPUs"):
-        run_bench(transport)
+    """Before anything is allocated: the shape asked for here would not fit into any machine's memory."""
+    needed = {"ipc": 1, "nccl": 2}[transport]
+    with pytest.raises(TransportError) as refused:
+        run_bench(transport, shape=SHAPES["qwen3-8b"])
+    text = str(refused.value)
+    assert text == f"there are not enough GPUs here ({transport}); seen: 0 GPUs; expected: {needed} or more"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--transport", "pigeon"), "unknown transport"),
+        (("--transport", "gloo", "--mode", "alias"), "alias on shm, ipc"),
+        (("--transport", "nccl", "--mode", "alias"), "alias on shm, ipc"),
+        (("--transport", "ipc", "--mode", "shadow"), "alias on shm, ipc"),
+        (("--transport", "ipc", "--model-shape", "gpt"), "give a known shape"),
+        (("--transport", "ipc", "--model-shape", "qwen3-8b", "--size-mb", "5"), "give a known shape"),
+    ],
+)
+def test_bench_refuses_what_cannot_be_measured(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["vime-sync", "bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    text = capsys.readouterr().err
+    assert text.startswith("vime-sync: ")
+    assert words in text
 
 
 def test_shapes_have_the_published_sizes():

@@ -6,6 +6,7 @@ GPU transports run the same cases in test_sync_gpu.py, where there is a GPU.
 import json
 import resource
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from sync_fake_engine import checkpoint, content_of
 from vime_sync import DigestError, StaleSourceError, TransportError, WeightSource
 from vime_sync.publisher import Publisher
-from vime_sync.transports import EXPORTERS, make_exporter, make_importer, open_control
+from vime_sync.transports import EXPORTERS, collective, make_exporter, make_importer, open_control
 
 CPU = ["shm", "disk", "delta", "collective"]
 
@@ -249,6 +250,32 @@ def test_collective_deadline_names_the_rank(trainers):
     with pytest.raises(StaleSourceError, match=r"trainer rank 0.*within 1\.0 s"):
         importer.fetch(1)
     assert time.monotonic() - started < 5
+
+
+class Transfer:
+    """What a device says of a transfer: done after so many questions, or never."""
+
+    def __init__(self, questions):
+        self.left, self.waited, self.aborted = questions, False, False
+
+    def is_completed(self):
+        self.left -= 1
+        return self.left < 0
+
+    def wait(self):
+        self.waited = True
+
+    def abort(self):
+        self.aborted = True
+
+
+def test_a_device_transfer_that_hangs_is_given_up_and_its_group_aborted():
+    done, hangs = Transfer(3), Transfer(10**9)
+    collective._wait(done, done, torch.device("cuda", 0), timedelta(seconds=60))
+    assert (done.waited, done.aborted) == (True, False)
+    with pytest.raises(RuntimeError, match=r"within 0\.05 s; the group was aborted"):
+        collective._wait(hangs, hangs, torch.device("cuda", 0), timedelta(seconds=0.05))
+    assert (hangs.waited, hangs.aborted) == (False, True)
 
 
 def test_a_replaced_trainer_at_the_same_address_is_noticed(trainers):

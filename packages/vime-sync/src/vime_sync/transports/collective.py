@@ -15,10 +15,12 @@ rank's link carries the bytes once for each worker; there is no tree.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
@@ -38,6 +40,8 @@ Backend = Literal["gloo", "nccl"]
 #: Errors of a store or a group whose other side is gone; torch raises RuntimeErrors and subclasses of it.
 _GONE = (RuntimeError, ValueError)
 _POLL = timedelta(seconds=0.2)
+#: Seconds between two questions whether a device has finished.
+_ASK_S = 5e-5
 
 
 def _group(backend: str, store: TCPStore, member: int, rank: int, deadline: timedelta) -> Any:
@@ -48,15 +52,34 @@ def _group(backend: str, store: TCPStore, member: int, rank: int, deadline: time
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = deadline
+    options._timeout = 2 * deadline  # its watchdog would end the whole process; `_wait` gives up before it does
     return ProcessGroupNCCL(prefix, rank, 2, options)
 
 
-def _wait(work: Any, device: torch.device, deadline: timedelta) -> None:
-    """Until a send or a receive is done: NCCL's own wait only orders streams."""
-    work.wait(deadline)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _wait(group: Any, work: Any, device: torch.device, deadline: timedelta) -> None:
+    """Until a send or a receive is done.
+
+    NCCL's own wait only orders streams, and to synchronise with one in which a transfer hangs would be to hang with it.
+    So completion is asked for, and a group that misses its deadline is aborted, which ends its kernel.
+
+    Raises:
+        RuntimeError: If the deadline passed, or the other side is gone.
+    """
+    if device.type != "cuda":
+        work.wait(deadline)
+        return
+    end = time.monotonic() + deadline.total_seconds()
+    while not work.is_completed():
+        if time.monotonic() > end:
+            group.abort()
+            raise RuntimeError(f"no transfer within {deadline.total_seconds()} s; the group was aborted")
+        time.sleep(_ASK_S)
+    work.wait()  # raises what went wrong, and orders this stream after the transfer
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """NCCL makes its communicator on the current device; a thread of our own begins on the first one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class CollectiveExporter:
@@ -137,7 +160,8 @@ class CollectiveExporter:
             self._store.delete_key(key)
             number += 1
             try:
-                self._answer(request, control)
+                with _on(self._device):
+                    self._answer(request, control)
             except _GONE:
                 # The worker's own deadline tells it; the next one must not wait for it.
                 logger.exception("vime-sync: a request could not be answered: %s", request)
@@ -156,7 +180,8 @@ class CollectiveExporter:
             sent = torch.tensor(control.words(), dtype=torch.int64, device=self._device)
         else:
             sent = self._source.buffers[self._names[int(what)]].detach()
-        _wait(self._groups[member].send([sent], 1, 0), self._device, self._deadline)
+        group = self._groups[member]
+        _wait(group, group.send([sent], 1, 0), self._device, self._deadline)
 
     def flush(self) -> None:
         """Wait for what the trainer's device still writes; the buffers are sent from where they are."""
@@ -217,7 +242,8 @@ class _Link:
         """Ask for something and wait for it."""
         try:
             self._ask(what)
-            _wait(self.group.recv([into], 0, 0), self.device, self.deadline)
+            with _on(self.device):
+                _wait(self.group, self.group.recv([into], 0, 0), self.device, self.deadline)
         except _GONE as cause:
             raise StaleSourceError(
                 "the trainer did not send in time",
