@@ -6,7 +6,6 @@ reference to the rows in Ray's object store, which the trainer ranks read withou
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import time
@@ -21,12 +20,9 @@ from vime_grpo import RunConfig, SampleRecord, batch_metrics, evaluation_metrics
 from vime_rollout import (
     DataSource,
     Encoder,
-    EngineClient,
-    EnginePool,
     GenerateFunction,
     GroupFilter,
     Prompt,
-    RemoteEngine,
     Reward,
     Rollout,
     SampleGroup,
@@ -40,10 +36,10 @@ from vime_rollout import (
     rollout_metrics,
     zero_reasons,
 )
-from vime_rollout.errors import EngineDeadError
 from vime_rollout.experimental import PartialSamples
 
 from vime_integration.actors.engine import EngineAddress
+from vime_integration.actors.reach import Reach
 from vime_integration.batches import make_batch
 from vime_integration.cluster import log_to_file
 from vime_integration.collector import StepCollector
@@ -104,8 +100,7 @@ class RolloutActor:
         self._encoder: Encoder | None = None
         self._reward: Reward | None = None
         self._rollout: Rollout | None = None
-        self._engines: dict[str, RemoteEngine] = {}
-        self._pool: EnginePool | None = None
+        self._reach = Reach(config, log.with_name("router.log"))
 
     async def start(self) -> None:
         """Load the tokenizer, open the data and the reward.
@@ -131,49 +126,29 @@ class RolloutActor:
         Raises:
             EngineError: One does not answer.
         """
-        config = self._config.rollout
-        for address in addresses:
-            client = EngineClient(
-                address.url,
-                name=address.name,
-                max_concurrency=config.concurrency,
-                request_deadline_s=config.request_deadline_s,
-                retries=config.retries,
-            )
-            engine = RemoteEngine(address.url, name=address.name, client=client)
-            await engine.connect()
-            self._engines[address.name] = engine
-        if self._encoder is None or self._reward is None:
+        if self._encoder is None or self._reward is None or self._source is None:
             raise PipelineError("the rollout was connected before it was started", fix="call start() first")
-        section = self._config.engine
-        self._pool = EnginePool(
-            list(self._engines.values()),
-            on_loss="wait" if section.restarts and not section.urls else "raise",
-            return_deadline_s=section.start_deadline_s + self._config.sync.deadline_s,
-            max_losses=section.restarts + 1,
-        )
+        config = self._config.rollout
+        await self._reach.connect(addresses)
         self._rollout = Rollout(
-            self._pool,
+            self._reach.front,
             self._encoder,
             self._reward,
             rollout_config(self._config),
             generate=self._generate,
             partial=PartialSamples(max_lag=self._max_lag) if config.partial and not self._streams else None,
         )
-        if self._source is None:
-            raise PipelineError("the rollout was connected before it was started", fix="call start() first")
         self._collector = StepCollector(
             self._rollout, self._source, batch=config.batch_size, ahead=config.over_sample, keep=self._keep
         )
 
     async def lost(self) -> dict[str, str]:
         """Return the engines that failed a request and are left out, with the reason of each."""
-        return {} if self._pool is None else {name: str(error) for name, error in self._pool.lost.items()}
+        return self._reach.lost()
 
     async def engine_lost(self, name: str) -> None:
         """Leave an engine out: what it has in flight is sent elsewhere, or waits for its return."""
-        assert self._pool is not None
-        await self._pool.lose(name, EngineDeadError("engine is being started again", where=f"engine {name}"))
+        await self._reach.let_go(name)
 
     async def engine_back(self, address: EngineAddress) -> None:
         """Take an engine back that was started again and has the weights of the others.
@@ -181,17 +156,15 @@ class RolloutActor:
         Raises:
             EngineError: It does not answer.
         """
-        assert self._pool is not None
-        await self._engines[address.name].reconnect(address.url)
-        self._pool.readmit(address.name)
+        await self._reach.take_back(address)
 
     async def sleep(self) -> None:
-        """Let every engine give its device memory back; weights wait in host memory.
+        """Let every engine give its device memory back.
 
         Raises:
             EngineError: One did not.
         """
-        await asyncio.gather(*(engine.sleep(level=1) for engine in self._engines.values()))
+        await self._reach.sleep()
 
     async def wake(self, tag: str) -> None:
         """Let every engine take back one part of its device memory: "weights" or "kv_cache".
@@ -199,7 +172,7 @@ class RolloutActor:
         Raises:
             EngineError: One did not.
         """
-        await asyncio.gather(*(engine.wake([tag]) for engine in self._engines.values()))
+        await self._reach.wake(tag)
 
     async def pids(self) -> list[int]:
         """Return this process's id and those of the reward's workers."""
@@ -227,7 +200,7 @@ class RolloutActor:
         config = self._config
         samples = [sample for group in groups for sample in group]
         batch = make_batch(samples, config, version, max_lag=self._max_lag)
-        devices = len(self._engines) * config.engine.tensor_parallel
+        devices = self._reach.count * config.engine.tensor_parallel
         metrics = rollout_metrics(groups, seconds=seconds, devices=devices)
         metrics |= batch_metrics([row for rows in batch.updates for row in rows])
         metrics["rollout/epoch"] = float(max(group.prompt.epoch for group in groups))
@@ -288,5 +261,4 @@ class RolloutActor:
         """End the reward's worker processes and close the connections."""
         if self._reward is not None:
             self._reward.close()
-        for engine in self._engines.values():
-            await engine.stop()
+        await self._reach.stop()
