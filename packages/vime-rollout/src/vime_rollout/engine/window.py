@@ -5,7 +5,7 @@ vLLM         generate routes                  versions of tokens                
 ===========  ===============================  =================================  =========================
 0.32         with ``--enable-scale-out``      stamped on each by the engine      run: the tests here
 0.30, 0.31   with ``--enable-scale-out``      asked before and after             read in their sources
-0.28, 0.29   always there; no such option     asked before and after             read in their sources
+0.28, 0.29   always there; no such option     asked before and after             run by hand on a CPU
 older        unknown                          no version label                   refused
 newer        as 0.32                          as 0.32                            taken, with a warning
 ===========  ===============================  =================================  =========================
