@@ -99,10 +99,10 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
     with (
         make_display(config.tracking.console, config.pipeline.steps) as display,
         MetricsWriter(folder.metrics, resume_step=after) as writer,
+        Ledger(folder.prompts, resume_step=after) as ledger,
         SamplesWriter(folder.samples, resume_step=after) as samples,
         _trackers(config, folder, after) as trackers,
     ):
-        ledger = Ledger(folder.prompts, resume_step=after)
         recorder = RunRecorder(writer, ledger, samples, trackers, display)
         if moved is not None:
             display.note(f"moved the earlier run to {moved}")

@@ -8,14 +8,15 @@ to the one that was resumed after, as the metrics do.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from vime_integration.errors import PipelineError
+from vime_grpo import StepFile, read_steps
+
+_CONTENT = "prompts"
 
 
 @dataclass(slots=True)
@@ -53,46 +54,39 @@ class Ledger:
         resume_step: Keep the steps up to this one; None begins an empty file.
 
     Raises:
-        PipelineError: The file cannot be written.
+        MetricsError: The file cannot be read or written.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         """Cut the file to the step to go on after."""
-        self._path = path
         kept = [] if resume_step is None else [row for row in read_ledger(path) if row["step"] <= resume_step]
-        beside = path.with_name(path.name + ".new")
-        try:
-            beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-            beside.replace(path)
-        except OSError as error:
-            raise self._failed(error) from error
+        self._file = StepFile(path, _CONTENT, kept)
 
     def write(self, step: int, entry: LedgerEntry) -> None:
         """Append a step's entry.
 
         Raises:
-            PipelineError: The disk refuses.
+            MetricsError: The disk refuses.
         """
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **entry.to_dict()}) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise self._failed(error) from error
+        self._file.append([{"step": step, **entry.to_dict()}])
 
-    def _failed(self, error: OSError) -> PipelineError:
-        return PipelineError(
-            "the ledger of prompts cannot be written",
-            where=str(self._path),
-            seen=str(error),
-            fix="free space on the disk, then resume",
-        )
+    def close(self) -> None:
+        """Close the file; writing is over."""
+        self._file.close()
+
+    def __enter__(self) -> Ledger:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Close the file."""
+        self.close()
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of ``prompts.jsonl``, one object a step; a last line that a crash cut short is left out."""
-    if not path.exists():
-        return []
-    *lines, _torn = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines]
+    """Return the entries of ``prompts.jsonl``, one object a step; a last line that a crash cut short is left out.
+
+    Raises:
+        MetricsError: A line is no entry; names file and line.
+    """
+    return read_steps(path, _CONTENT) if path.exists() else []

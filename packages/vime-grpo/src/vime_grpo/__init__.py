@@ -22,6 +22,7 @@ from vime_grpo.errors import (
 from vime_grpo.evaluation import evaluation_metrics, pass_at_k
 from vime_grpo.guards import Alarm, Guards, finite_metrics
 from vime_grpo.samples import SampleRecord, SamplesWriter, extremes, read_samples
+from vime_grpo.step_file import StepFile, read_steps
 from vime_grpo.trackers import Tracker, open_trackers
 from vime_grpo.tracking import MetricsWriter, read_metrics
 
@@ -74,6 +75,7 @@ __all__ = [
     "SampleLike",
     "SampleRecord",
     "SamplesWriter",
+    "StepFile",
     "Tracker",
     "TrackerError",
     "TrainSample",
@@ -91,6 +93,7 @@ __all__ = [
     "pass_at_k",
     "read_metrics",
     "read_samples",
+    "read_steps",
     "save_config",
     "split_updates",
     "train_metrics",
