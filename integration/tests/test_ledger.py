@@ -12,13 +12,13 @@ from vime_sync import shared_empty
 
 def test_a_resume_keeps_exactly_the_steps_before_it(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    ledger = Ledger(path)
-    for step in (1, 2, 3):
-        ledger.write(step, LedgerEntry([step], [(step + 10, "dull")], [(step + 20, "lost")]))
+    with Ledger(path) as ledger:
+        for step in (1, 2, 3):
+            ledger.write(step, LedgerEntry([step], [(step + 10, "dull")], [(step + 20, "lost")]))
     with path.open("a") as file:
         file.write('{"step": 4, "trai')  # the crash
-    resumed = Ledger(path, resume_step=2)
-    resumed.write(3, LedgerEntry([30]))
+    with Ledger(path, resume_step=2) as resumed:
+        resumed.write(3, LedgerEntry([30]))
     rows = read_ledger(path)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[1] == {"step": 2, "trained": [2], "dropped": [[12, "dull"]], "replayed": [[22, "lost"]]}
@@ -28,8 +28,9 @@ def test_a_resume_keeps_exactly_the_steps_before_it(tmp_path):
 
 def test_a_fresh_run_begins_an_empty_ledger(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    Ledger(path).write(1, LedgerEntry([1]))
-    Ledger(path)
+    with Ledger(path) as ledger:
+        ledger.write(1, LedgerEntry([1]))
+    Ledger(path).close()
     assert read_ledger(path) == []
 
 
