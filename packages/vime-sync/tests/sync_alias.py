@@ -25,9 +25,10 @@ def plan_of(rank, world):
     return plan, {name: tuple(model.live()[name].shape) for name in plan.live_names}
 
 
-def laid_out(rank=0, world=1, dtype=torch.float32, gap=0, order=None):
+def laid_out(rank=0, world=1, dtype=torch.float32, gap=0, order=None, owner=None):
     """A source with one shared buffer in which every live tensor of a worker is one contiguous region."""
     plan, shapes = plan_of(rank, world)
+    owner = rank if owner is None else owner
     begins, end = {}, gap
     for name in order or shapes:
         begins[name] = end
@@ -36,11 +37,11 @@ def laid_out(rank=0, world=1, dtype=torch.float32, gap=0, order=None):
     flat.zero_()
     pieces, full = {}, {}
     for copy in plan.copies:
-        region = Region(rank, "flat", begins[copy.live] + copy.view.offset, copy.box.shape, copy.view.strides)
+        region = Region(owner, "flat", begins[copy.live] + copy.view.offset, copy.box.shape, copy.view.strides)
         pieces.setdefault(copy.tensor, []).append(Piece(copy.box, region))
         full[copy.tensor] = copy.full
     tensors = [CheckpointTensor(name, full[name], dtype, tuple(found)) for name, found in pieces.items()]
-    return WeightSource.from_regions({"flat": flat}, tensors, rank=rank)
+    return WeightSource.from_regions({"flat": flat}, tensors, rank=owner)
 
 
 class AliasTrainer:

@@ -37,7 +37,8 @@ from vime_sync.manifest import check_manifest
 from vime_sync.model import Model, plan_model
 from vime_sync.plan import Copy, Plan
 from vime_sync.process import identity, namespace, start_time
-from vime_sync.transports import BufferKey, CarriesControl, Importer, make_importer
+from vime_sync.striping import Place, localised
+from vime_sync.transports import BufferKey, Importer, KnowsPlaces, make_importer
 
 ALIGN_BYTES = 16
 
@@ -162,6 +163,7 @@ class AliasBinding:
         buffers: The mapped buffers.
         controls: Each rank's control block.
         regions: Where each live tensor lies.
+        places: How near each buffer is.
         leases: Tell the publishers that they are in use.
     """
 
@@ -171,6 +173,7 @@ class AliasBinding:
     buffers: Mapping[BufferKey, torch.Tensor]
     controls: Mapping[int, ControlBlock]
     regions: Mapping[str, Region]
+    places: Mapping[BufferKey, Place] = field(default_factory=dict)
     leases: list[Segment] = field(default_factory=list)
 
     def require(self, manifest: Mapping[str, Any]) -> None:
@@ -230,6 +233,15 @@ def bind(model: Model, manifest: Any, assign: Callable[[str, torch.Tensor], None
     """
     tensors = check_manifest(manifest)
     plan = plan_model(model, tensors)
+    importer = make_importer(manifest["transport"], manifest["sources"], set(), model.device)
+    if not isinstance(importer, KnowsPlaces):
+        raise AliasError(
+            "this transport maps no memory that could be aliased",
+            seen=str(manifest["transport"]),
+            expected="shm or ipc",
+        )
+    places = importer.places()
+    plan = localised(plan, tensors, places)
     live = model.live()
     sizes = {
         (int(source["rank"]), str(name)): int(record["numel"])
@@ -239,13 +251,7 @@ def bind(model: Model, manifest: Any, assign: Callable[[str, torch.Tensor], None
     found = alias_regions(plan, {name: tuple(live[name].shape) for name in plan.live_names}, sizes, tensors)
     found.require()
     needed = {(region.rank, region.buffer) for region in found.regions.values()}
-    importer = make_importer(manifest["transport"], manifest["sources"], needed, model.device)
-    if isinstance(importer, CarriesControl):
-        raise AliasError(
-            "this transport maps no memory that could be aliased",
-            seen=str(manifest["transport"]),
-            expected="shm or ipc",
-        )
+    importer.narrow(needed)
     buffers = importer.open()
     views = {
         name: buffers[(r.rank, r.buffer)].as_strided(
@@ -266,9 +272,10 @@ def bind(model: Model, manifest: Any, assign: Callable[[str, torch.Tensor], None
             int(source["rank"]): ControlBlock(
                 source["control"]["segment"], int(source["control"]["pieces"]), create=False
             )
-            for source in sources
+            for source in manifest["sources"]  # whose digests another worker's tensors are compared with
         },
         regions=found.regions,
+        places=places,
         leases=[_lease(str(source["publisher"])) for source in sources],
     )
 

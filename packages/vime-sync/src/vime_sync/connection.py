@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,13 +11,15 @@ import torch
 
 from vime_sync.agree import Share
 from vime_sync.control import ControlReader
-from vime_sync.copying import Copier, CopyProgram
+from vime_sync.copying import Copier, CopyProgram, whole_part
 from vime_sync.digest import Digest, DigestMode, digest_tensor
 from vime_sync.errors import AliasError, DigestError, TransactionError
+from vime_sync.layout import CheckpointTensor
 from vime_sync.model import Model
 from vime_sync.plan import Plan
+from vime_sync.striping import Part, localised, striped
 from vime_sync.tally import Tally
-from vime_sync.transports import BufferKey, Importer, make_importer, open_control
+from vime_sync.transports import BufferKey, Importer, KnowsPlaces, make_importer, open_control
 
 Mode = Literal["shadow", "undo", "direct", "alias"]
 MODES: tuple[Mode, ...] = ("shadow", "undo", "direct", "alias")
@@ -42,6 +44,7 @@ class Connection:
         pieces: For each checkpoint tensor the (rank, index) of its published digests.
         share: What this worker vouches for.
         copier: How slices are moved.
+        parts: For each copy where its rows are read.
         program: The copies into live memory, resolved once; None where each update has a target of its own.
         undo: Host memory for the old bytes (mode ``undo``).
         tally: Adds up digests.
@@ -58,6 +61,7 @@ class Connection:
     pieces: Mapping[str, list[tuple[int, int]]]
     share: Share
     copier: Copier
+    parts: Sequence[Sequence[Part]]
     program: CopyProgram | None = None
     undo: dict[str, torch.Tensor] = field(default_factory=dict)
     tally: Tally = field(init=False)
@@ -76,10 +80,13 @@ class Connection:
             return
         live = model.live()
         into = {name: live[name].data for name in self.plan.live_names}
-        self.program = CopyProgram(self.plan, self.buffers, into, device=model.device, copier=self.copier)
+        self.program = self._program(into, model.device)
         for mode in {str(source.get("digest", "full")) for source in manifest["sources"]}:
             digest: DigestMode = "off" if mode == "off" else "sampled" if mode == "sampled" else "full"
             self.program.mover.prepare(digest, write=self.mode != "alias")
+
+    def _program(self, into: Mapping[str, torch.Tensor], device: torch.device) -> CopyProgram:
+        return CopyProgram(self.plan, self.buffers, into, device=device, copier=self.copier, parts=self.parts)
 
     def require(self, digest: str) -> None:
         """Refuse if what the trainer published for this version is not what was served as this version.
@@ -124,7 +131,7 @@ class Connection:
         """
         found = {rank: control.sums() for rank, control in self.controls.items()}
         mode, phase = next(((m, p) for m, p, _ in found.values()), ("off", 0))
-        program = self.program or CopyProgram(self.plan, self.buffers, into, device=device, copier=self.copier)
+        program = self.program or self._program(into, device)
         started = time.perf_counter()
         sums = program.sums(digest=mode, phase=phase, write=self.mode != "alias")
         reply: dict[str, Any] = {"digest_mode": mode, "copy_seconds": time.perf_counter() - started}
@@ -192,18 +199,36 @@ class Staged:
     digest: str = ""
 
 
-def reach(
-    model: Model, plan: Plan, manifest: dict[str, Any]
-) -> tuple[Importer, Mapping[BufferKey, torch.Tensor], Mapping[int, ControlReader]]:
-    """The trainer's buffers and control blocks: an aliased engine has them, others map them now.
+@dataclass(frozen=True)
+class Reached:
+    """The trainer, as far as a worker reaches it.
+
+    Attributes:
+        plan: What will be read, from the nearest holder where several are known.
+        parts: For each copy where its rows are read.
+        importer: Brings the bytes here.
+        buffers: The trainer's buffers.
+        controls: Each trainer rank's control block.
+    """
+
+    plan: Plan
+    parts: Sequence[Sequence[Part]]
+    importer: Importer
+    buffers: Mapping[BufferKey, torch.Tensor]
+    controls: Mapping[int, ControlReader]
+
+
+def reach(model: Model, plan: Plan, tensors: Sequence[CheckpointTensor], manifest: dict[str, Any]) -> Reached:
+    """Map the trainer's buffers and control blocks; an aliased engine has them already.
 
     Args:
         model: The engine's model.
         plan: What will be read.
+        tensors: The manifest's tensors.
         manifest: A checked manifest.
 
     Returns:
-        The importer, its buffers, and a control block a rank.
+        What was reached.
 
     Raises:
         AliasError: If the engine runs on other memory than the manifest's.
@@ -212,14 +237,25 @@ def reach(
     binding = model.alias()
     if binding is not None:
         binding.require(manifest)
+        plan = localised(plan, tensors, binding.places)
         binding.check(plan, model.live())
-        return binding.importer, binding.buffers, binding.controls
-    needed = {(copy.source.rank, copy.source.buffer) for copy in plan.copies}
-    needed |= {(piece.region.rank, piece.region.buffer) for tensor in plan.feeds for piece in tensor.pieces}
+        whole = [[whole_part(copy)] for copy in plan.copies]
+        return Reached(plan, whole, binding.importer, binding.buffers, binding.controls)
+    fed = {(piece.region.rank, piece.region.buffer) for tensor in plan.feeds for piece in tensor.pieces}
+    needed = fed | {(copy.source.rank, copy.source.buffer) for copy in plan.copies}
     importer = make_importer(manifest["transport"], manifest["sources"], needed, model.device)
+    places = importer.places() if isinstance(importer, KnowsPlaces) and _replicated(tensors) else {}
+    plan = localised(plan, tensors, places)
+    parts = striped(plan, tensors, places) if places else [[whole_part(copy)] for copy in plan.copies]
+    if isinstance(importer, KnowsPlaces) and places:
+        importer.narrow(fed | {(p.source.rank, p.source.buffer) for found in parts for p in found})
     buffers = importer.open()
     controls = {int(source["rank"]): open_control(importer, source) for source in manifest["sources"]}
-    return importer, buffers, controls
+    return Reached(plan, parts, importer, buffers, controls)
+
+
+def _replicated(tensors: Sequence[CheckpointTensor]) -> bool:
+    return any(piece.replicas for tensor in tensors for piece in tensor.pieces)
 
 
 def choose_mode(model: Model, asked: str, plan: Plan) -> Mode:

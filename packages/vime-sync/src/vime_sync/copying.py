@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -25,9 +25,11 @@ import torch
 from vime_sync.digest import Digest, DigestMode, Sums, digest_box, seed_of
 from vime_sync.errors import TransactionError
 from vime_sync.layout import Box, Shape
-from vime_sync.plan import Plan
+from vime_sync.plan import Copy, Plan
+from vime_sync.record import View
 from vime_sync.segments import Placed, Segment, segments_of
 from vime_sync.source import WeightSource
+from vime_sync.striping import Part
 from vime_sync.transports import BufferKey
 
 if TYPE_CHECKING:
@@ -234,8 +236,9 @@ class CopyProgram:
         *,
         device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
         copier: Copier = "torch",
+        parts: Sequence[Sequence[Part]] | None = None,
     ) -> None:
-        """Resolve every copy to a pair of views.
+        """Resolve every copy to pairs of views.
 
         Args:
             plan: What goes where.
@@ -243,20 +246,28 @@ class CopyProgram:
             into: Destination tensors by live name.
             device: Where the copies run.
             copier: See `choose_copier`.
+            parts: For each copy where its rows are read (`vime_sync.striping`), if not all at its source.
         """
         self.plan = plan
         self._into = {name: tensor.detach() for name, tensor in into.items()}
-        items = [
-            Item(
-                buffers[(c.source.rank, c.source.buffer)].as_strided(c.source.shape, c.source.strides, c.source.offset),
-                _within(self._into[c.live], c.view.shape, c.view.strides, c.view.offset),
-                c.box,
-                c.full,
-                c.tensor,
-            )
-            for c in plan.copies
-        ]
+        chosen = [[whole_part(copy)] for copy in plan.copies] if parts is None else parts
+        both = zip(plan.copies, chosen, strict=True)
+        items = [self._item(copy, part, buffers) for copy, found in both for part in found]
+        self._copy_of = np.repeat(np.arange(len(plan.copies)), [len(found) for found in chosen])
         self.mover = Mover(items, device, copier)
+
+    def _item(self, copy: Copy, part: Part, buffers: Mapping[BufferKey, torch.Tensor]) -> Item:
+        source, box, view = part.source, copy.box, copy.view
+        if box.shape:
+            box = Box((box.start[0] + part.begin, *box.start[1:]), source.shape)
+            view = View(view.offset + part.begin * view.strides[0], source.shape, view.strides)
+        return Item(
+            buffers[(source.rank, source.buffer)].as_strided(source.shape, source.strides, source.offset),
+            _within(self._into[copy.live], view.shape, view.strides, view.offset),
+            box,
+            copy.full,
+            copy.tensor,
+        )
 
     def sums(self, *, digest: DigestMode, phase: int, write: bool = True) -> Sums:
         """Copy everything; returns when the last byte has landed.
@@ -275,7 +286,12 @@ class CopyProgram:
             for fill in self.plan.fills if write else ():
                 view = fill.live_view
                 _within(self._into[fill.live], view.shape, view.strides, view.offset).fill_(fill.value)
-        return self.mover.sums(digest=digest, phase=phase, write=write)
+        found = self.mover.sums(digest=digest, phase=phase, write=write)
+        if digest == "off" or len(found) == len(self.plan.copies):
+            return found
+        totals: Sums = np.zeros((len(self.plan.copies), 2), dtype=np.uint64)
+        np.add.at(totals, self._copy_of, found)
+        return totals
 
     def run(self, *, digest: DigestMode, phase: int, write: bool = True) -> list[Digest]:
         """What `sums` does.
@@ -324,6 +340,11 @@ class SourceDigester:
         for places, mover in self._movers:
             result[places] = mover.sums(digest=mode, phase=phase, write=False)
         return result
+
+
+def whole_part(copy: Copy) -> Part:
+    """All of a copy, read where the plan says."""
+    return Part(0, copy.box.shape[0] if copy.box.shape else 1, copy.source)
 
 
 def _within(base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:

@@ -135,11 +135,13 @@ class Piece:
         box: Which elements of the checkpoint tensor.
         region: Where they are.
         index: The piece's place in its rank's own manifest, which is where that rank publishes the piece's digest.
+        replicas: Other ranks' regions that hold the same.
     """
 
     box: Box
     region: Region
     index: int = 0
+    replicas: tuple[Region, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

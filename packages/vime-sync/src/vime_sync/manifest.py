@@ -7,7 +7,8 @@ A manifest has three parts::
      "tensors": [{"name", "dtype", "shape", "pieces": [{"start", "shape", "rank", "buffer", "offset", "strides"}]}]}
 
 A rank's own manifest lists one source. `merge_manifests` joins them: the pieces of a tensor must tile it exactly; boxes
-held by several ranks (data-parallel replicas) are taken from the rank that so far has the fewest bytes to give. The
+held by several ranks (data-parallel replicas) are taken from the rank that so far has the fewest bytes to give, and the
+others are kept beside it (``"replicas"``): an engine that is nearer to them reads there (`vime_sync.striping`). The
 index of a piece in its rank's own manifest is kept (``"index"``): it is where that rank publishes the piece's digest.
 
 Everything a peer sends is untrusted: `check_manifest` validates shape, types, ranges and completeness before any use.
@@ -127,7 +128,8 @@ def _one_of_each(tensor: Manifest, load: dict[int, int]) -> list[Manifest]:
     for (_, shape), pieces in by_box.items():
         pick = min(pieces, key=lambda p: (load[p["rank"]], p["rank"]))
         load[pick["rank"]] += math.prod(shape) * DTYPES[tensor["dtype"]].itemsize
-        chosen.append(pick)
+        others = sorted((p for p in pieces if p is not pick), key=lambda p: int(p["rank"]))
+        chosen.append({**pick, "replicas": others} if others else pick)
     return chosen
 
 
@@ -215,22 +217,32 @@ def _read_piece(piece: Any, dtype: str, where: str, sizes: dict[tuple[int, str],
     if not len(start) == len(shape) == len(strides):
         raise ManifestError("malformed manifest", where=where, seen="start, shape and strides differ in length")
     region = Region(rank, str(piece.get("buffer")), offset, shape, strides)
-    size, buffer_dtype = sizes.get((rank, region.buffer), (-1, None))
+    _check_region(region, dtype, where, sizes)
+    replicas = piece.get("replicas", [])
+    if not isinstance(replicas, list):
+        raise ManifestError("malformed manifest", where=where, seen="replicas are no list")
+    others = [_read_piece(other, dtype, where, sizes) for other in replicas]
+    if any(other.box != Box(start, shape) or other.replicas for other in others):
+        raise ManifestError("malformed manifest", where=where, seen="a replica of another box, or of a replica")
+    return Piece(Box(start, shape), region, index, tuple(other.region for other in others))
+
+
+def _check_region(region: Region, dtype: str, where: str, sizes: dict[tuple[int, str], tuple[int, Any]]) -> None:
+    size, buffer_dtype = sizes.get((region.rank, region.buffer), (-1, None))
     if size < 0:
         raise ManifestError(
             "a piece names an unknown buffer",
             where=where,
-            seen=f"rank {rank}, {region.buffer!r}",
+            seen=f"rank {region.rank}, {region.buffer!r}",
             expected=str(sorted(sizes)[:8]),
         )
     if buffer_dtype != dtype or region.end > size:
         raise ManifestError(
             "a piece does not fit its buffer",
-            where=f"{where}, rank {rank}, buffer {region.buffer!r}",
+            where=f"{where}, rank {region.rank}, buffer {region.buffer!r}",
             seen=f"{dtype}, up to element {region.end}",
             expected=f"{buffer_dtype}, {size} elements",
         )
-    return Piece(Box(start, shape), region, index)
 
 
 def _check_tiling(tensor: CheckpointTensor) -> None:

@@ -151,7 +151,8 @@ class Receiver:
         started = time.perf_counter()
         plan = plan_model(self.model, tensors, cast=bool(message.get("cast")), reload=bool(message.get("reload")))
         mode = choose_mode(self.model, str(message.get("mode", "auto")), plan)
-        importer, buffers, controls = reach(self.model, plan, manifest)
+        reached = reach(self.model, plan, tensors, manifest)
+        plan, importer = reached.plan, reached.importer
         binding = self.model.alias()
         if binding is not None and self.version < 0:
             self.version = binding.held_version()  # what the trainer holds is what this engine already serves
@@ -165,12 +166,13 @@ class Receiver:
             plan=plan,
             mode=mode,
             importer=importer,
-            buffers=buffers,
-            controls=controls,
+            buffers=reached.buffers,
+            controls=reached.controls,
             addresses={name: live[name].data_ptr() for name in plan.live_names},
             pieces={t.name: [(p.region.rank, p.index) for p in t.pieces] for t in tensors},
             share=Share.alone(plan),
             copier=choose_copier(str(message.get("copier", "auto")), self.model.device),
+            parts=reached.parts,
         )
         self._link.bind(self.model, manifest)
         reply: dict[str, Any] = {

@@ -17,6 +17,7 @@ import torch
 from vime_sync.control import ControlBlock, ControlReader
 from vime_sync.errors import TransportError
 from vime_sync.source import WeightSource
+from vime_sync.striping import Place
 
 BufferKey = tuple[int, str]
 
@@ -45,6 +46,17 @@ class Importer(Protocol):
 
     def close(self) -> None:
         """Release the mappings."""
+
+
+@runtime_checkable
+class KnowsPlaces(Protocol):
+    """An importer that can tell how far away buffers are before it opens any, and then opens what it is told to."""
+
+    def places(self) -> Mapping[BufferKey, Place]:
+        """Where every buffer of the manifest is, seen from this worker."""
+
+    def narrow(self, needed: set[BufferKey]) -> None:
+        """Open these, and no others."""
 
 
 @runtime_checkable

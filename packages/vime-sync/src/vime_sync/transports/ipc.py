@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,7 @@ from vime_devices.topology import boot_id
 from vime_sync.errors import StaleSourceError, TransportError
 from vime_sync.layout import DTYPES, dtype_name
 from vime_sync.source import WeightSource
+from vime_sync.striping import Place
 from vime_sync.transports import BufferKey
 
 #: What torch's `_share_cuda_` returns and `_new_shared_cuda` takes, in order. The types are exact on both sides:
@@ -269,6 +271,35 @@ class IpcImporter:
         #: How each buffer is reached: ``local`` or ``peer``.
         self.routes: dict[BufferKey, str] = {}
 
+    def places(self) -> Mapping[BufferKey, Place]:
+        """Where the buffers are, by the identities in their handles; what cannot be reached is left out.
+
+        A buffer that is left out is still refused by name if it is needed.
+        """
+        own, peers = self._devices()
+        found = {}
+        for source in self._sources:
+            for name, record in source["buffers"].items():
+                key = (int(source["rank"]), str(name))
+                where = f"trainer rank {key[0]}, buffer {name}"
+                theirs, host, _ = decode_handle(record.get("handle"), where=where)
+                with contextlib.suppress(TransportError):
+                    found[key] = Place(theirs, route(own, theirs, host, peers=peers, where=where) == "local")
+        return found
+
+    def narrow(self, needed: set[BufferKey]) -> None:
+        """Map these, and no others."""
+        self._needed = needed
+
+    def _devices(self) -> tuple[DeviceId, dict[DeviceId, bool]]:
+        """This worker's device, and which of the others that it sees it can access."""
+        peers = {
+            device_identity(index): torch.cuda.can_device_access_peer(self._index, index)
+            for index in range(torch.cuda.device_count())
+            if index != self._index
+        }
+        return device_identity(self._index), peers
+
     def open(self) -> Mapping[BufferKey, torch.Tensor]:
         """Map the buffers.
 
@@ -276,12 +307,7 @@ class IpcImporter:
             TransportError: If a handle is malformed or its device cannot be reached.
             StaleSourceError: If the runtime refuses it: the exporter has ended, or freed the memory.
         """
-        own = device_identity(self._index)
-        peers = {
-            device_identity(index): torch.cuda.can_device_access_peer(self._index, index)
-            for index in range(torch.cuda.device_count())
-            if index != self._index
-        }
+        own, peers = self._devices()
         buffers: dict[BufferKey, torch.Tensor] = {}
         opened: dict[tuple[Any, ...], torch.UntypedStorage] = {}
         for source in self._sources:

@@ -16,6 +16,7 @@ from vime_sync.control import Segment, segment_name
 from vime_sync.errors import TransportError
 from vime_sync.layout import DTYPES, dtype_name
 from vime_sync.source import WeightSource
+from vime_sync.striping import Place
 from vime_sync.transports import BufferKey
 
 _ALIGN = 64
@@ -104,6 +105,18 @@ class ShmImporter:
         self._segments: list[Segment] = []
         if device.type != "cpu":
             raise TransportError("shared memory feeds CPU engines only", seen=str(device), fix="use the ipc transport")
+
+    def places(self) -> Mapping[BufferKey, Place]:
+        """All of them here: one memory, which is everybody's."""
+        return {
+            (int(source["rank"]), str(name)): Place("memory", local=True)
+            for source in self._sources
+            for name in source["buffers"]
+        }
+
+    def narrow(self, needed: set[BufferKey]) -> None:
+        """Map these, and no others."""
+        self._needed = needed
 
     def open(self) -> Mapping[BufferKey, torch.Tensor]:
         """Map the segments.
