@@ -51,6 +51,9 @@ def test_sharding_divides_the_plan(model_of):
 def test_plan_says_fit_or_no_fit(tiny, tmp_path):
     assert "of 140: fits" in call("plan", "--model", tiny, "--gpu-gib", 140)
     assert "does NOT fit" in call("plan", "--model", tiny, "--gpu-gib", 1, status=2)
+    assert "a multiple of tensor x pipeline x context = 4" in call(
+        "plan", "--model", tiny, "--gpu-gib", 140, "--gpus", 2, "--tensor", 2, "--context", 2, status=1
+    )
     assert "no such folder" in call("plan", "--model", tmp_path / "none", "--gpu-gib", 1, status=1)
 
 

@@ -43,6 +43,15 @@ def test_optimizer_settings(settings, name):
         OptimizerSettings(**settings)
 
 
+def test_experts_may_span_the_ranks_that_split_attention():
+    sizes = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 4}
+    TrainerConfig(model="m", **sizes, expert_tensor_parallel=1).check_world(4)
+    with pytest.raises(TrainerError, match=r"seen: 2 data- and context-parallel ranks.*expert_parallel = 4"):
+        TrainerConfig(model="m", **sizes).check_world(4)
+    with pytest.raises(TrainerError, match=r"tensor x pipeline x context = 2"):
+        TrainerConfig(model="m", **sizes).check_world(5)
+
+
 def test_settings_are_json_and_errors_survive_pickling():
     assert json.loads(json.dumps(TrainerConfig(model="m").to_dict()))["optimizer"]["lr"] == 1e-6
     error = pickle.loads(pickle.dumps(TrainerError("what", where="here", seen="1", expected="2", fix="3")))

@@ -177,6 +177,31 @@ class TrainerConfig:
         """Tensor parallelism splits the model but not its experts."""
         return self.expert_tensor_parallel == 1 and self.tensor_parallel > 1
 
+    def check_world(self, world_size: int) -> None:
+        """Refuse a number of ranks that the parallel sizes do not divide.
+
+        Args:
+            world_size: Number of ranks.
+
+        Raises:
+            TrainerError: The text says which sizes.
+        """
+        share = self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+        if world_size % share:
+            raise TrainerError(
+                "parallel sizes do not divide the world",
+                seen=f"{world_size} ranks",
+                expected=f"a multiple of tensor x pipeline x context = {share}",
+            )
+        kind = "tensor-, data- and context-parallel" if self.whole_experts else "data- and context-parallel"
+        replicas = world_size // (self.pipeline_parallel * (1 if self.whole_experts else self.tensor_parallel))
+        if replicas % self.expert_parallel:
+            raise TrainerError(
+                f"expert parallelism does not divide the {kind} ranks",
+                seen=f"{replicas} {kind} ranks",
+                expected=f"a multiple of expert_parallel = {self.expert_parallel}",
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON values, for manifests and logs."""
         return asdict(self) | {"model": str(self.model)}

@@ -60,12 +60,14 @@ def plan_memory(config: TrainerConfig, *, world_size: int = 1) -> MemoryPlan:
 
     Raises:
         ModelError: The model is not supported or does not divide by the parallel sizes.
+        TrainerError: The parallel sizes do not divide the ranks.
     """
+    config.check_world(world_size)
     family, shape = load_family(config.model)
     stages, experts = config.pipeline_parallel, config.expert_parallel
     whole = config.whole_experts
     check_layout(shape, config.tensor_parallel, stages, experts, config.context_parallel, whole_experts=whole)
-    replicas = max(1, world_size // (config.tensor_parallel * stages))
+    replicas = world_size // (config.tensor_parallel * stages)
     plans = []
     for stage in range(stages):
         layout = Layout(

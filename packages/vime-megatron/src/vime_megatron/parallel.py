@@ -162,22 +162,7 @@ def _check_world(config: TrainerConfig, *, rank: int, world_size: int, init_meth
         raise TrainerError(
             "this process already has process groups", where=f"rank {rank}", fix="close the other trainer first"
         )
-    share = config.tensor_parallel * config.pipeline_parallel * config.context_parallel
-    if world_size % share:
-        raise TrainerError(
-            "parallel sizes do not divide the world",
-            seen=f"{world_size} ranks",
-            expected=f"a multiple of tensor x pipeline x context = {share}",
-        )
-    kind = "data- and context-" if not config.whole_experts else "tensor-, data- and context-"
-    split = config.tensor_parallel if not config.whole_experts else 1
-    replicas = world_size // (split * config.pipeline_parallel)
-    if replicas % config.expert_parallel:
-        raise TrainerError(
-            f"expert parallelism does not divide the {kind}parallel ranks",
-            seen=f"{replicas} {kind}parallel ranks",
-            expected=f"a multiple of expert_parallel = {config.expert_parallel}",
-        )
+    config.check_world(world_size)
 
 
 def _describe(config: TrainerConfig, shape: ModelShape, rank: int, world_size: int) -> Topology:
