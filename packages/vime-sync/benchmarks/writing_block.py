@@ -150,7 +150,12 @@ def main() -> None:
                     one.run(digest, options.blocks)
         cpu = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
         result = {
-            "machine": {"cpu": cpu.split(":")[1].strip(), "cores": os.cpu_count(), "python": platform.python_version()},
+            "machine": {
+                "cpu": cpu.split(":")[1].strip(),
+                "cores": os.cpu_count(),
+                "load_average": round(os.getloadavg()[0], 1),
+                "python": platform.python_version(),
+            },
             "shape": SHAPE,
             **{one.name: one.summary() for one in sides},
         }

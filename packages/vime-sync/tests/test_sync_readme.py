@@ -1,4 +1,4 @@
-"""The examples of the README run as they are printed, against engines over HTTP."""
+"""The examples of the README and of OPERATING.md run as they are printed, against engines over HTTP."""
 
 import json
 import re
@@ -7,12 +7,20 @@ from pathlib import Path
 import pytest
 import sync_fault_lab as lab
 import torch
-from sync_fake_engine import checkpoint, content_of
+from sync_alias import laid_out, let_go, on_memory
+from sync_fake_engine import FakeControl, FakeModel, checkpoint, content_of
+from vime_sync import EngineError
 
-BLOCKS = re.findall(
-    r"^```python\n(.*?)^```", (Path(__file__).parents[1] / "README.md").read_text(), re.MULTILINE | re.DOTALL
-)
+
+def blocks(name):
+    """The Python examples of a document."""
+    text = (Path(__file__).parents[1] / name).read_text()
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+BLOCKS = blocks("README.md")
 SERVER, PLAIN, FSDP, OTHER = BLOCKS
+CHOOSE, ALIASED, RESTART = blocks("OPERATING.md")
 
 
 def tree(tensors):
@@ -79,6 +87,54 @@ class Fused(torch.nn.Module):
             layer.qkv_rows = [len(row) for row in rows]
             layer.other_weights = layer.rest.named_parameters
             self.layers.append(layer)
+
+
+def test_the_choice_says_why(capsys):
+    exec(CHOOSE, {})
+    shown = re.search(r"print\(choice\)  # (.*) \.\.\.", CHOOSE).group(1)
+    assert capsys.readouterr().out.startswith(shown)
+
+
+def test_the_aliased_loop(engines, tmp_path):
+    source, controls = laid_out(), []
+
+    def start(weights, manifest):
+        assert weights == "alias"
+        controls.append(FakeControl([on_memory(FakeModel(), json.loads(manifest.read_text()))]))
+        return engines(control=controls[-1]).url
+
+    def step():
+        for tensor in source.tensors:
+            for piece in tensor.pieces:
+                source.view(piece.region).copy_(checkpoint(6)[tensor.name])
+
+    scope = {"source": source, "transport": "shm", "manifest": tmp_path / "manifest.json", "start_engine": start}
+    exec(ALIASED, scope | {"steps": 2, "compute_gradients": lambda: None, "optimiser_step": step})
+    assert controls[0].tag == "2"
+    assert [model.content() for model in controls[0].models] == content_of(6)
+    let_go(controls[0])
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_an_engine_that_starts_again(engines, trainers, committed):
+    trainer, first, dead, fresh = trainers(checkpoint(1)), engines(), engines(), engines(seed=9)
+    session = trainer.session(first, dead)
+    trainer.publisher.stage(1)
+    session.update(1)
+    trainer.load(checkpoint(2))
+    trainer.publisher.stage(2)
+    client = session._engines[1]
+    real, lost = client.call, "commit" if committed else "stage"
+
+    def call(operation, body=None):
+        if operation in (lost, "abort", "disconnect"):
+            raise EngineError("an engine cannot be reached", where=operation)
+        return real(operation, body)
+
+    client.call = call
+    exec(RESTART, {"session": session, "version": 2, "dead": dead.url, "fresh": fresh.url})
+    assert session.versions() == [2, 2]
+    assert first.content() == fresh.content() == content_of(2)
 
 
 def test_another_frameworks_module(engines):

@@ -305,8 +305,9 @@ class Receiver:
                 expected="nothing" if staged is None else str(staged.version),
             )
         started = time.perf_counter()
-        self._check_awake()
-        self._check_addresses(link)
+        if not ahead:  # else it was checked a moment ago
+            self._check_awake()
+            self._check_addresses(link)
         staged.clean = not self.torn
         self._staged, self._written = None, staged
         self.torn = f"interrupted while version {version} was being written"
