@@ -26,7 +26,7 @@ from vime_grpo import RunConfig
 from vime_rollout.errors import EngineError
 from vime_sync import SyncError, SyncReport, SyncSession
 
-from vime_integration.actors.engine import EngineAddress
+from vime_integration.actors.engine import PROBE_S, EngineAddress
 from vime_integration.errors import PipelineError
 from vime_integration.wait import fetch
 
@@ -151,8 +151,11 @@ class Mending:
         self._behind.clear()
 
     def _despite(self, version: int, error: SyncError) -> SyncReport:
-        """Repeat a commit that met dead engines, once they are there again; others may have committed already."""
-        dead = {name: told for name in self._engines if (told := self._account_of(name)) is not None}
+        """Repeat a commit that met dead engines, once they are there again; others may have committed already.
+
+        A core that hangs is as good as dead, and only a token that does not come tells it: its server says it is well.
+        """
+        dead = {name: told for name in self._engines if (told := self._account_of(name, probe=True)) is not None}
         if not dead and not self._behind:
             raise error
         logger.warning("the update to version %d met dead engines: %s", version, error)
@@ -191,11 +194,12 @@ class Mending:
         except EngineError as error:
             self._mend(name, error)
 
-    def _account_of(self, name: str) -> EngineError | None:
-        """Return an engine's own account of its death, or None when it is well."""
-        question = self._engines[name].health.remote()
+    def _account_of(self, name: str, *, probe: bool = False) -> EngineError | None:
+        """Return an engine's own account of its death, or None when it is well; with ``probe``, when it generates."""
+        actor = self._engines[name]
+        question = actor.probe.remote() if probe else actor.health.remote()
         try:
-            fetch(question, name=name, doing="say how it is", deadline_s=HEALTH_DEADLINE_S)
+            fetch(question, name=name, doing="say how it is", deadline_s=HEALTH_DEADLINE_S + PROBE_S)
         except EngineError as error:
             return error
         return None

@@ -16,6 +16,9 @@ from vime_integration.cluster import log_to_file
 
 logger = logging.getLogger(__name__)
 
+#: Seconds in which an engine that works makes one token, on a loaded CPU too.
+PROBE_S = 60.0
+
 
 @dataclass(frozen=True)
 class EngineAddress:
@@ -74,6 +77,15 @@ class EngineActor:
             EngineError: It died (with the tail of its log) or does not answer.
         """
         await self._engine.health()
+
+    async def probe(self) -> None:
+        """Return when the engine has generated a token: the only question that a hung core cannot answer.
+
+        Raises:
+            EngineError: No token came, or the server died.
+        """
+        await self._engine.health()
+        await self._engine.probe(PROBE_S)
 
     async def pids(self) -> list[int]:
         """Return the ids of the server's living processes."""
