@@ -89,6 +89,13 @@ async def test_the_last_engine_and_the_router_itself_are_told_with_their_cause(r
     with pytest.raises(EngineStateError, match="no engine is left") as caught:
         await engines.generate(ask("s"))
     assert "exit code 9" in str(caught.value.__cause__)
+    engines._return_deadline_s = 300.0
+    waiting = asyncio.create_task(engines.generate(ask("s")))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await engines.readmit("e2")
+    assert (await waiting).tokens == (7, 8, 1)
+    assert await engines.router.workers() == [servers["e2"].url]
     for server in servers.values():  # taken out, and not ended
         engine = await connect(server, "again")
         await engine.health()
@@ -97,6 +104,15 @@ async def test_the_last_engine_and_the_router_itself_are_told_with_their_cause(r
     await engines.router.stop()
     with pytest.raises(EngineDeadError, match="router is dead"):
         await engines.generate(ask("s"))
+
+
+async def test_engines_that_do_not_stamp_tokens_are_refused(start_server):
+    server = start_server(0)
+    server.release = "0.31.0"
+    engine = await connect(server, "e0")
+    with pytest.raises(EngineStateError, match="does not stamp tokens"):
+        RoutedEngines(Router(RouterConfig(), [server.url]), [engine])
+    await engine.stop()
 
 
 async def test_a_router_that_cannot_start_says_why(tmp_path, monkeypatch):

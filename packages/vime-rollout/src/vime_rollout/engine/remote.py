@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol, Self
 from vime_rollout.engine.client import EngineClient
 from vime_rollout.engine.request import GenerateRequest, Generation, SamplingParams
 from vime_rollout.engine.state import EngineState, StateMachine
-from vime_rollout.engine.window import dialect_of
+from vime_rollout.engine.window import Dialect, dialect_of
 from vime_rollout.errors import (
     EngineBusyError,
     EngineDeadError,
@@ -101,6 +101,11 @@ class RemoteEngine:
     def version(self) -> int | None:
         """Version of the weights, as last read from or given to the engine; ``None`` before it is connected."""
         return self._version
+
+    @property
+    def dialect(self) -> Dialect:
+        """What the server's release of vLLM does; the newest one's before it is connected."""
+        return self._client.dialect
 
     @property
     def in_flight(self) -> int:

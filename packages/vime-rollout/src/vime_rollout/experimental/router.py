@@ -215,6 +215,10 @@ class RoutedEngines:
         engines: Connected, of distinct names; all must stamp tokens with versions (vLLM 0.32).
         health_deadline_s: Seconds that an engine may take to say that it is well, after an error.
         max_losses: Engines that one request may lose before its error is raised.
+        return_deadline_s: Seconds that a request waits for an engine to come back when none is left.
+
+    Raises:
+        EngineStateError: When an engine does not stamp tokens: nobody could say which one answered.
     """
 
     def __init__(
@@ -224,9 +228,20 @@ class RoutedEngines:
         *,
         health_deadline_s: float = 10.0,
         max_losses: int = 3,
+        return_deadline_s: float = 0.0,
     ) -> None:
         """Keep the parts; they are started and stopped by their owners."""
+        for engine in engines:
+            if not engine.dialect.stamps_tokens:
+                raise EngineStateError(
+                    "engine behind a router does not stamp tokens with versions",
+                    where=f"engine {engine.name} at {engine.url}",
+                    seen=f"vLLM {engine.dialect.release}",
+                    expected="vLLM 0.32",
+                    fix="use an EnginePool, which asks each engine",
+                )
         self.name = "router"
+        self._return_deadline_s = return_deadline_s
         self.router = router
         self.engines = {engine.name: engine for engine in engines}
         self._health_deadline_s = health_deadline_s
@@ -265,10 +280,7 @@ class RoutedEngines:
         """
         losses = 0
         while True:
-            if self.state is EngineState.DEAD:
-                raise EngineStateError(
-                    "no engine is left behind the router", where=self.router.url, seen=str(list(self._lost))
-                ) from next(iter(self._lost.values()), None)
+            await self._until_one_is_left()
             try:
                 generation = await self.router.client.generate(request, deadline_s=deadline_s)
             except EngineBusyError as error:
@@ -289,6 +301,18 @@ class RoutedEngines:
                     fix="commit the weights to every engine before generating",
                 )
             return generation
+
+    async def _until_one_is_left(self) -> None:
+        deadline = time.monotonic() + self._return_deadline_s
+        while self.state is EngineState.DEAD:
+            if time.monotonic() >= deadline:
+                raise EngineStateError(
+                    "no engine is left behind the router",
+                    where=self.router.url,
+                    seen=f"{list(self._lost)} lost, none came back in {self._return_deadline_s:g} s",
+                    fix="restart a lost engine, send it the weights, and readmit it",
+                ) from next(iter(self._lost.values()), None)
+            await asyncio.sleep(_POLL_S)
 
     async def _find_lost(self) -> list[str]:
         """Ask all engines how they are, take out those that do not answer, and return their names."""
@@ -311,7 +335,7 @@ class RoutedEngines:
         return [name for name, _ in found]
 
     async def lose(self, name: str, error: EngineError) -> None:
-        """Take an engine out of the router; what it has in flight ends with an error and is sent elsewhere.
+        """Take an engine out of the router. What it has in flight is sent elsewhere once its process is gone.
 
         Args:
             name: Which one.
