@@ -232,16 +232,9 @@ def bind(model: Model, manifest: Any, assign: Callable[[str, torch.Tensor], None
         SyncError: What planning or mapping refuses, by name.
     """
     tensors = check_manifest(manifest)
-    plan = plan_model(model, tensors)
-    importer = make_importer(manifest["transport"], manifest["sources"], set(), model.device)
-    if not isinstance(importer, KnowsPlaces):
-        raise AliasError(
-            "this transport maps no memory that could be aliased",
-            seen=str(manifest["transport"]),
-            expected="shm or ipc",
-        )
+    importer = _mapper(model, manifest)
     places = importer.places()
-    plan = localised(plan, tensors, places)
+    plan = localised(plan_model(model, tensors), tensors, places)
     live = model.live()
     sizes = {
         (int(source["rank"]), str(name)): int(record["numel"])
@@ -278,6 +271,22 @@ def bind(model: Model, manifest: Any, assign: Callable[[str, torch.Tensor], None
         places=places,
         leases=[_lease(str(source["publisher"])) for source in sources],
     )
+
+
+def _mapper(model: Model, manifest: Any) -> KnowsPlaces:
+    """The importer of a transport that maps memory.
+
+    Raises:
+        AliasError: If this one does not.
+    """
+    importer = make_importer(manifest["transport"], manifest["sources"], set(), model.device)
+    if not isinstance(importer, KnowsPlaces):
+        raise AliasError(
+            "this transport maps no memory that could be aliased",
+            seen=str(manifest["transport"]),
+            expected="shm or ipc",
+        )
+    return importer
 
 
 def _check_constants(plan: Plan, views: Mapping[str, torch.Tensor]) -> None:

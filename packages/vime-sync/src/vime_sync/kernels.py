@@ -78,23 +78,30 @@ def _row_of(table, hints, tile):  # type: ignore[no-untyped-def]  # noqa: ANN001
     return low
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _terms(value_w, word_w, seed, phase, SAMPLED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
-    """What a word adds to the two sums: the position is mixed with the tensor's seed (first rounds of splitmix64)."""
+@triton.jit
+def _mixed(word_w, seed):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Mix a word's global position with the tensor's seed (the first rounds of splitmix64)."""
     z_w = (word_w + 1).to(tl.uint64) * _GOLDEN + seed
     z_w = (z_w ^ (z_w >> 30)) * _MIX
-    z_w = z_w ^ (z_w >> 27)
-    if SAMPLED:
-        kept_w = (((word_w >> 10) + phase) & 15) == 0
-        value_w = tl.where(kept_w, value_w, 0)
-    return value_w * (z_w | 1), ((value_w << 32) | (value_w >> 32)) * (((z_w << 32) | (z_w >> 32)) | 1)
+    return z_w ^ (z_w >> 27)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _looked_at(first, phase, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+    """Whether a sampled digest looks at any of some words in a row: whether a multiple of 16 is among their blocks."""
+    low = (first >> 10) + phase
+    return ((low + 15) >> 4) <= (((first + (WORDS - 1)) >> 10) + phase) >> 4
 
 
 @triton.jit
-def _kept_at_all(first, last, phase):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Whether a sampled digest looks at any word from `first` to `last`: a multiple of 16 among their blocks."""
-    low = (first >> 10) + phase
-    return ((low + 15) >> 4) <= (((last >> 10) + phase) >> 4)
+def _spacing(row, count):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """How the rows of a strided segment lie: words of a row, and from one row to the next on each side."""
+    return (
+        tl.load(row + 6 * count),
+        tl.load(row + 7 * count),
+        tl.load(row + 8 * count),
+        tl.load(row + 9 * count),
+    )
 
 
 @triton.jit(do_not_specialize=["count", "phase"])  # type: ignore[untyped-decorator]
@@ -125,10 +132,7 @@ def _move(  # type: ignore[no-untyped-def]
         target = tl.multiple_of(target, 16)
         words = tl.multiple_of(words, 2)
     if STRIDED:
-        row_words = tl.load(row + 6 * count)
-        source_stride = tl.load(row + 7 * count)
-        target_stride = tl.load(row + 8 * count)
-        word_stride = tl.load(row + 9 * count)
+        row_words, source_stride, target_stride, word_stride = _spacing(row, count)
     first_w = tl.zeros((BLOCK,), tl.uint64)
     second_w = tl.zeros((BLOCK,), tl.uint64)
     touched = 0
@@ -149,15 +153,17 @@ def _move(  # type: ignore[no-untyped-def]
             word_w = first_word + index_w
         if DIGEST:
             wanted = True
-            if SAMPLED and not STRIDED:  # nearly every block has nothing that is looked at
-                start = first_word + begin + block * BLOCK
-                wanted = _kept_at_all(start, start + (BLOCK - 1), phase)
+            if SAMPLED and not STRIDED:  # only here it is a branch of the kernel: elsewhere it costs registers
+                wanted = _looked_at(first_word + begin + block * BLOCK, phase, BLOCK)
             if wanted:
-                first, second = _terms(value_w, word_w, seed, phase, SAMPLED)
-                first_w += first
-                second_w += second
+                z_w = _mixed(word_w, seed)
+                if SAMPLED:
+                    kept_w = (((word_w >> 10) + phase) & 15) == 0
+                    value_w = tl.where(kept_w, value_w, 0)
+                first_w += value_w * (z_w | 1)
+                second_w += ((value_w << 32) | (value_w >> 32)) * (((z_w << 32) | (z_w >> 32)) | 1)
                 touched += 1
-    if touched > 0:
+    if DIGEST and touched > 0:
         tl.atomic_add(sums + 2 * low, tl.sum(first_w, 0).to(tl.int64), sem="relaxed")
         tl.atomic_add(sums + 2 * low + 1, tl.sum(second_w, 0).to(tl.int64), sem="relaxed")
 

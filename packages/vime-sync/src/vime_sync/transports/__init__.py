@@ -49,7 +49,7 @@ class Importer(Protocol):
 
 
 @runtime_checkable
-class KnowsPlaces(Protocol):
+class KnowsPlaces(Importer, Protocol):
     """An importer that can tell how far away buffers are before it opens any, and then opens what it is told to."""
 
     def places(self) -> Mapping[BufferKey, Place]:
