@@ -133,8 +133,7 @@ def _move(  # type: ignore[no-untyped-def]
         words = tl.multiple_of(words, 2)
     if STRIDED:
         row_words, source_stride, target_stride, word_stride = _spacing(row, count)
-    first_w = tl.zeros((BLOCK,), tl.uint64)
-    second_w = tl.zeros((BLOCK,), tl.uint64)
+    first_w, second_w = tl.zeros((BLOCK,), tl.uint64), tl.zeros((BLOCK,), tl.uint64)
     touched = 0
     for block in range(BLOCKS):
         index_w = begin + block * BLOCK + tl.arange(0, BLOCK)
@@ -158,8 +157,7 @@ def _move(  # type: ignore[no-untyped-def]
             if wanted:
                 z_w = _mixed(word_w, seed)
                 if SAMPLED:
-                    kept_w = (((word_w >> 10) + phase) & 15) == 0
-                    value_w = tl.where(kept_w, value_w, 0)
+                    value_w = tl.where((((word_w >> 10) + phase) & 15) == 0, value_w, 0)
                 first_w += value_w * (z_w | 1)
                 second_w += ((value_w << 32) | (value_w >> 32)) * (((z_w << 32) | (z_w >> 32)) | 1)
                 touched += 1
