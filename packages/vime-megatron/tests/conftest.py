@@ -136,9 +136,13 @@ def make_batch(lengths=(5, 17, 9, 16, 30, 2), *, seed=0, vocab=61):
     return [
         TrainSequence(
             torch.randint(0, vocab, (n,), generator=generator),
-            {"weight": mask / total, "advantage": torch.randn(n, generator=generator)},
+            {
+                "weight": mask / total,
+                "advantage": torch.randn(n, generator=generator),
+                "sequence": torch.full((n,), float(index)),
+            },
         )
-        for n, mask in zip(lengths, masks, strict=True)
+        for index, (n, mask) in enumerate(zip(lengths, masks, strict=True))
     ]
 
 

@@ -19,9 +19,11 @@ def _conftest():
 
 
 def policy_loss(logprobs_t, entropy_t, fields):
-    """A loss that uses everything a loss is given."""
+    """A loss that uses everything a loss is given, and looks at whole sequences."""
     weight_t = fields["weight"]
     loss = -(weight_t * (fields["advantage"] * logprobs_t + 0.1 * entropy_t)).sum()
+    whole_s = torch.zeros(16).index_add(0, fields["sequence"].long(), weight_t * logprobs_t)
+    loss = loss + whole_s.square().sum()  # wrong as soon as one sequence is seen in two parts
     return loss, {"entropy": (weight_t * entropy_t).sum(), "tokens": (weight_t > 0).sum()}
 
 

@@ -24,7 +24,8 @@ TokenLoss = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, dict[
 
 The tensors are flat over the micro-batch's trained tokens, in the order of its sequences; float32. ``loss`` is a scalar
 SUM over them whose per-token weights already contain the global normaliser; ``metrics`` are scalar sums likewise. The
-trainer adds both over micro-batches and data-parallel ranks.
+trainer adds both over micro-batches and data-parallel ranks. Ranks that share a row (tensor and context parallelism)
+call it alike, each on the tokens of whole sequences.
 """
 
 WEIGHT_FIELD = "weight"
