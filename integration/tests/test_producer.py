@@ -108,6 +108,8 @@ def test_nothing_that_is_begun_becomes_too_old_and_batches_follow_the_data(seed,
 )
 def test_how_far_generation_may_run_ahead(waiting, next_version, engine_version, expected):
     """A batch of 4 and a lag of 1: one batch more may wait, and none more while the next weights are being made."""
+    settings = {"next_version": next_version, "engine_version": engine_version, "waiting": waiting}
+    assert admissible(batch=4, max_lag=1, capacity=5, **settings) == min(expected, max(0, 5 - waiting))
     room = admissible(batch=4, max_lag=1, next_version=next_version, engine_version=engine_version, waiting=waiting)
     assert room == expected
 

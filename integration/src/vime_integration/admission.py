@@ -15,7 +15,9 @@ to keep the promise. With L = 0 generation and training alternate; with L = 1 a 
 from __future__ import annotations
 
 
-def admissible(*, batch: int, max_lag: int, next_version: int, engine_version: int, waiting: int) -> int:
+def admissible(
+    *, batch: int, max_lag: int, next_version: int, engine_version: int, waiting: int, capacity: int | None = None
+) -> int:
     """Return how many prompts may be begun now.
 
     Args:
@@ -24,8 +26,10 @@ def admissible(*, batch: int, max_lag: int, next_version: int, engine_version: i
         next_version: t, version of the weights that the next batch will train.
         engine_version: e, version that the engines serve; t or t - 1.
         waiting: Groups begun and not yet taken for training.
+        capacity: Most groups that may wait, at least B; None bounds them by the lag alone.
 
     Returns:
         At least 0.
     """
-    return max(0, batch * (max_lag + 1 - (next_version - engine_version)) - waiting)
+    most = batch * (max_lag + 1 - (next_version - engine_version))
+    return max(0, (most if capacity is None else min(most, capacity)) - waiting)

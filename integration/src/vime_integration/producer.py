@@ -84,6 +84,7 @@ class Producer:
         batch: Groups of one step.
         max_lag: Largest lag that may be trained on, in versions.
         concurrency: Most samples in work at a time.
+        capacity: Most groups that may wait for the trainer, at least ``batch``; None bounds them by the lag alone.
         on_expired: What becomes of a group that is too old all the same (after a resume, or a change of ``max_lag``).
         keep: Decides about a group: "" keeps it, a reason drops it.
     """
@@ -96,13 +97,14 @@ class Producer:
         batch: int,
         max_lag: int,
         concurrency: int,
+        capacity: int | None = None,
         on_expired: Literal["drop", "refresh"] = "refresh",
         keep: GroupFilter = lambda _group: "",
     ) -> None:
         """Begin nothing yet."""
         self._generator, self._source, self._on_expired = generator, source, on_expired
         self._buffer = DataBuffer(max_lag=max_lag, on_expired=on_expired)
-        self._batch, self._max_lag, self._keep = batch, max_lag, keep
+        self._batch, self._max_lag, self._capacity, self._keep = batch, max_lag, capacity, keep
         self._slots = asyncio.Semaphore(concurrency)
         self._tasks: dict[asyncio.Task[SampleGroup], Prompt] = {}
         self._changed = asyncio.Event()
@@ -203,6 +205,7 @@ class Producer:
             next_version=next_version,
             engine_version=engines,
             waiting=len(self._buffer) + self._buffer.in_flight,
+            capacity=self._capacity,
         )
         prompts = self._buffer.replays(room)
         prompts += self._source.next(room - len(prompts)) if room > len(prompts) else []

@@ -46,6 +46,7 @@ class StreamingRolloutActor(RolloutActor):
             batch=section.batch_size,
             max_lag=pipeline.max_weight_lag,
             concurrency=section.concurrency,
+            capacity=self._config.queue_groups,
             on_expired=pipeline.on_expired,
             keep=self._keep,
         )
