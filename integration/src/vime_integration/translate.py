@@ -49,6 +49,9 @@ def rollout_config(config: RunConfig) -> RolloutConfig:
         concurrency=section.concurrency,
         step_deadline_s=step_deadline(config),
         request_deadline_s=section.request_deadline_s,
+        max_turns=section.max_turns,
+        # The samples of a prompt share its keys and values when one engine has them all.
+        sticky_groups=config.engine.servers > 1,
     )
 
 
@@ -56,7 +59,7 @@ def step_deadline(config: RunConfig) -> float:
     """Return the seconds that one rollout may take: every wave of requests at its own deadline, and one to spare."""
     section = config.rollout
     waves = -(-section.batch_size * section.samples_per_prompt // section.concurrency)
-    return (waves + 1) * section.request_deadline_s + config.reward.timeout_s
+    return (waves + 1) * section.max_turns * section.request_deadline_s + config.reward.timeout_s
 
 
 def evaluation_data_config(config: RunConfig) -> DataConfig:
