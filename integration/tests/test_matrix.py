@@ -20,7 +20,7 @@ from vime_matrix import results, table  # noqa: E402
 from vime_matrix.definition import ROOT, Cell, Definition, Exclusion, load, select  # noqa: E402
 from vime_matrix.machine import Machine, why_no_environment, why_no_pipeline  # noqa: E402
 from vime_matrix.results import Record  # noqa: E402
-from vime_matrix.running import Place, record, run_check, run_logged  # noqa: E402
+from vime_matrix.running import Place, panel, record, run_check, run_logged  # noqa: E402
 
 CELL = Cell("3.12", "0.32", "newest", "async", "dense", "2")
 BIG = Machine(cores=64, gpus=0, rocm=False, free_bytes=1 << 40)
@@ -158,6 +158,14 @@ def test_a_check_runs_with_the_interpreter_of_its_environment(place: Place, tmp_
     assert found.machine.endswith("64 cores, no GPU")
     python.write_text("#!/bin/sh\necho Segmentation fault\nexit 139\n")
     assert run_check(python, CELL, "light", place).detail == "light: ended with 139: Segmentation fault"
+
+
+def test_the_error_of_a_run_is_its_reason(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("on the way\n╭─ PlanError ───╮\n│ a loader       │\n│ where  layer 0 │\n╰───╯\nfailed: exit 4\n")
+    assert panel(log) == "PlanError: a loader where  layer 0"
+    log.write_text("nothing of the kind\n")
+    assert panel(log) == ""
 
 
 def test_a_check_that_hangs_is_ended(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def run_check(python: Path, cell: Cell, check: str, place: Place) -> Record:
             return record(cell, check, "failed", place, seconds, f"{check}: ended with {status}: {tail(log)}")
         found = json.loads(answer.read_text(encoding="utf-8"))
     outcome: Outcome = "passed" if found["passed"] else "failed"
-    detail = found["detail"] if found["passed"] else f"{check}: {found['detail']}"
+    detail = found["detail"] if found["passed"] else f"{check}: {panel(log) or found['detail']}"
     return record(cell, check, outcome, place, seconds, detail)
 
 
@@ -150,6 +150,14 @@ def run_logged(
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait(30)
     return status, time.monotonic() - began
+
+
+def panel(log: Path) -> str:
+    """Return the error that a run printed, as one line; nothing where it printed none."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    title = [line.strip("╭╮─ ") for line in lines if line.startswith("╭─ ")][-1:]
+    inside = [line.strip("│ ") for line in lines if line.startswith("│ ")]
+    return ": ".join([*title, " ".join(inside)]) if title else ""
 
 
 def tail(log: Path) -> str:
