@@ -12,7 +12,7 @@ vLLM                  state
 0.31, 0.30            interface read in their sources; lacks version spans by token
 0.29                  the same, and an aliased engine allocates its own parameters for a moment; a dense model was
                       trained on a CPU with it, over shared memory (integration/matrix)
-0.28                  as 0.30, and the same; a CPU engine packs its linear weights and drops their loaders, so
+0.28                  lacks what 0.29 lacks; a CPU engine packs its linear weights and drops their loaders, so
                       that it is refused when a trainer connects (`PlanError`; run, integration/matrix)
 older                 not looked at
 ====================  ==================================================================================
