@@ -253,32 +253,34 @@ async def test_a_cut_sample_goes_on_where_it_was_cut(engine, tiny_model):
 
 
 async def test_what_a_step_cuts_the_next_one_goes_on_with(engine, tiny_model):
-    encoder, before = Encoder(tiny_model), engine.version
+    encoder, reward = Encoder(tiny_model), load_reward("exact_match")
     long = tuple(5 + i % 40 for i in range(CONTEXT - 20))  # leaves room for 20 tokens: it is done first
     prompts = [Prompt(id=f"p:{i}", tokens=long if i == 0 else PROMPT, label="1", position=i) for i in range(3)]
     sampling = SamplingParams(max_tokens=128, ignore_eos=True)
-    config = RolloutConfig(samples_per_prompt=2, sampling=sampling, max_context_tokens=CONTEXT)
-    reward, left = load_reward("exact_match"), iter(prompts)
-    calm = await Rollout(engine, encoder, reward, config).run(prompts, version=before)
-    rollout = Rollout(EnginePool([engine]), encoder, reward, config, partial=PartialSamples())
-    collector = Collector(rollout, lambda n: [next(left) for _ in range(n)], ahead=2, keep=lambda group: "")
-    first = await collector.step(1, version=before)
-    assert [[s.tokens for s in g] for g in first.groups] == [[s.tokens for s in g] for g in calm[:1]]
-    assert engine.in_flight == 0
-    async with engine.updating(before + 1):
-        await relabel(engine, before + 1)
-    state = json.loads(json.dumps(collector.state_dict()))
-    rollout = Rollout(engine, encoder, reward, config, partial=PartialSamples())
-    resumed = Collector(rollout, lambda n: [], keep=lambda group: "")
-    resumed.load_state_dict(state)
-    second = await resumed.step(2, version=before + 1)
-    samples = [(s, c) for g, w in zip(second.groups, calm[1:], strict=True) for s, c in zip(g, w, strict=True)]
-    assert rollout.partial.counts.continued > 0
-    for sample, whole in samples:
-        assert sample.response_length == 128
-        kept = sum(span.end - span.start for span in sample.versions if span.version == before)
-        assert sample.tokens[: sample.prompt_length + kept] == whole.tokens[: whole.prompt_length + kept]
-        assert sample.logprobs[:kept] == pytest.approx(whole.logprobs[:kept], abs=1e-4)
+    for seed in range(10):  # the cut must hit while tokens are made
+        config = RolloutConfig(samples_per_prompt=2, sampling=sampling, max_context_tokens=CONTEXT, seed=seed)
+        before, left = engine.version, iter(prompts)
+        calm = await Rollout(engine, encoder, reward, config).run(prompts, version=before)
+        rollout = Rollout(EnginePool([engine]), encoder, reward, config, partial=PartialSamples())
+        draw = lambda n, left=left: [next(left) for _ in range(n)]  # noqa: E731
+        collector = Collector(rollout, draw, ahead=2, keep=lambda group: "")
+        first = await collector.step(1, version=before)
+        assert [[s.tokens for s in g] for g in first.groups] == [[s.tokens for s in g] for g in calm[:1]]
+        assert engine.in_flight == 0
+        async with engine.updating(before + 1):
+            await relabel(engine, before + 1)
+        rollout = Rollout(engine, encoder, reward, config, partial=PartialSamples())
+        resumed = Collector(rollout, lambda n: [], keep=lambda group: "")
+        resumed.load_state_dict(json.loads(json.dumps(collector.state_dict())))
+        second = await resumed.step(2, version=before + 1)
+        for sample, whole in zip([s for g in second.groups for s in g], [s for g in calm[1:] for s in g], strict=True):
+            assert sample.response_length == 128
+            kept = sum(span.end - span.start for span in sample.versions if span.version == before)
+            assert sample.tokens[: sample.prompt_length + kept] == whole.tokens[: whole.prompt_length + kept]
+            assert sample.logprobs[:kept] == pytest.approx(whole.logprobs[:kept], abs=1e-4)
+        if rollout.partial.counts.continued:
+            break
+    assert rollout.partial.counts.continued
 
 
 class Nods:
