@@ -62,12 +62,9 @@ def test_colocated_engines_on_gpus_run_on_the_trainers_weights_and_the_trainer_m
     assert not sleeps(asked, placement)
 
 
-def test_several_replicas_on_gpus_are_copied_from() -> None:
+def test_every_engine_runs_on_the_replica_of_its_own_devices() -> None:
     asked = config(trainer={"data_parallel": 2}, engine={"count": 2})
-    assert choose(asked, place(asked, Platform.CUDA, NODE)).mode == "copy"
-    aliased = config(trainer={"data_parallel": 2}, engine={"count": 2}, sync={"mode": "alias"})
-    with pytest.raises(PlacementError, match="several replicas"):
-        choose(aliased, place(aliased, Platform.CUDA, NODE))
+    assert choose(asked, place(asked, Platform.CUDA, NODE)).mode == "alias"
 
 
 def test_engines_that_sleep_have_weights_of_their_own() -> None:

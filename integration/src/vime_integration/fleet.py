@@ -29,7 +29,7 @@ from vime_integration.actors.trainer import TrainerActor
 from vime_integration.mending import GRACE_S, Mending, Written
 from vime_integration.placement import Placement, Seat
 from vime_integration.run_folder import RunFolder
-from vime_integration.sharing import choose, offloads, one_replica, sleeps
+from vime_integration.sharing import choose, offloads, sleeps
 from vime_integration.wait import fetch, gather
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class Fleet:
         answers: dict[str, Any] = {}
         if choice.weights != "dummy":
             answers, tasks = gather(tasks, doing="start", deadline_s=deadline), {}
-            manifest = one_replica([answers[name] for name in self.trainers])
+            manifest = merge_manifests([answers[name] for name in self.trainers])
             self._run.manifest.write_text(json.dumps(manifest), encoding="utf-8")
         for seat in self._placement.engines:
             actor = ray.remote(EngineActor).options(**_options(f"{seat.name}-owner"))
@@ -126,12 +126,12 @@ class Fleet:
         reach = self.rollout.connect.remote(list(addresses.values()))
         gather({"rollout": reach}, doing="reach the engines", deadline_s=120.0)
         self._read_pids()
-        merge = one_replica if aliased else merge_manifests
         session = SyncSession(
             [address.url for address in addresses.values()],
-            merge([answers[name] for name in self.trainers]),
+            merge_manifests([answers[name] for name in self.trainers]),
             deadline_s=config.sync.deadline_s,
             in_flight="wait" if config.pipeline.update_mode == "drain" else "keep",
+            reload=config.sync.reload,
         )
         self._mending = Mending(config, self.engines, addresses, self.rollout, session, aliased, self._note)
         for plan in session.connect():

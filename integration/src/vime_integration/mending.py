@@ -243,5 +243,5 @@ class Mending:
         logger.info("%s serves again at %s after %.1f s", name, address.url, time.monotonic() - began)
 
     def _take_back(self, name: str) -> None:
-        back = self._rollout.engine_back.remote(self._addresses[name])
+        back = self._rollout.engine_back.remote(self._addresses[name], self._session.served)
         fetch(back, name=_ROLLOUT, doing="take an engine back", deadline_s=60.0)

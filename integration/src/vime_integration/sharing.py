@@ -10,25 +10,19 @@ colocated   CPU                 copied through shared memory: there is nothing t
 async       anywhere            copied: an engine that generates while the trainer writes needs weights of its own
 =========== =================== =======================================================================================
 
-With several trainer replicas on GPUs the weights are copied: each engine would need the replica that is on its devices.
-An aliased engine does not sleep: sleeping takes an engine's weights away, and these would be the trainer's. Who wants
-the engines' cache memory during training sets ``engine.sleep = "on"``, and the weights are copied.
+With several trainer replicas each engine runs on the one that is on its own devices. An aliased engine does not sleep:
+sleeping takes an engine's weights away, and these would be the trainer's. Who wants the engines' cache memory during
+training sets ``engine.sleep = "on"``, and the weights are copied.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from typing import Any
-
 from vime_devices import Platform
 from vime_grpo import RunConfig
-from vime_sync import Choice, ManifestError, choose_transport, merge_manifests
+from vime_sync import Choice, choose_transport
 
 from vime_integration.errors import PlacementError
 from vime_integration.placement import Placement
-
-logger = logging.getLogger(__name__)
 
 
 def choose(config: RunConfig, placement: Placement) -> Choice:
@@ -54,16 +48,6 @@ def choose(config: RunConfig, placement: Placement) -> Choice:
         )
     if mode == "auto" and (apart or placement.platform is Platform.CPU or config.engine.urls):
         mode = "copy"
-    if placement.platform is not Platform.CPU and config.trainer.data_parallel > 1 and mode != "copy":
-        if mode == "alias":
-            raise PlacementError(
-                "engines cannot run on the memory of several replicas",
-                seen=f'sync.mode = "alias" with trainer.data_parallel = {config.trainer.data_parallel}',
-                expected="one replica, whose ranks sit on the engine's devices",
-                fix='set trainer.data_parallel = 1, or sync.mode = "copy"',
-            )
-        logger.info("weights are copied: with several trainer replicas an engine would need the one on its own devices")
-        mode = "copy"
     return choose_transport(
         placement.platform,
         same_devices=not apart and not config.engine.urls and _same_devices(placement),
@@ -71,29 +55,6 @@ def choose(config: RunConfig, placement: Placement) -> Choice:
         mode=mode,
         sleep_mode=sleeps(config, placement),
     )
-
-
-def one_replica(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the manifest of the fewest ranks, from the first, that hold every weight.
-
-    An aliased tensor must lie in one buffer, and merging all replicas spreads the tensors over them.
-
-    Raises:
-        ManifestError: All ranks together do not hold every weight.
-    """
-    everything = merge_manifests(list(manifests))
-    for count in range(1, len(manifests)):
-        try:
-            some = merge_manifests(list(manifests[:count]))
-        except ManifestError:  # a tensor has a hole: its other part is on a later rank
-            continue
-        if _names(some) == _names(everything):
-            return some
-    return everything
-
-
-def _names(manifest: dict[str, Any]) -> set[str]:
-    return {tensor["name"] for tensor in manifest["tensors"]}
 
 
 def sleeps(config: RunConfig, placement: Placement) -> bool:

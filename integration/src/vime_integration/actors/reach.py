@@ -63,6 +63,8 @@ class Reach:
             await engine.connect()
             self._engines[address.name] = engine
         engines = list(self._engines.values())
+        mended = section.restarts > 0 and not section.urls
+        back_s = section.start_deadline_s + self._config.sync.deadline_s
         if section.router:
             settings = RouterConfig(
                 log_path=str(self._log),
@@ -72,12 +74,14 @@ class Reach:
             )
             self._router = Router(settings, [engine.url for engine in engines])
             await self._router.start()
-            self._front = RoutedEngines(self._router, engines, max_losses=section.restarts + 1)
+            self._front = RoutedEngines(
+                self._router, engines, return_deadline_s=back_s if mended else 0.0, max_losses=section.restarts + 1
+            )
             return
         self._front = EnginePool(
             engines,
-            on_loss="wait" if section.restarts and not section.urls else "raise",
-            return_deadline_s=section.start_deadline_s + self._config.sync.deadline_s,
+            on_loss="wait" if mended else "raise",
+            return_deadline_s=back_s,
             max_losses=section.restarts + 1,
         )
 
@@ -89,13 +93,17 @@ class Reach:
         """Leave an engine out: what it has in flight is sent elsewhere, or waits for its return."""
         await self.front.lose(name, EngineDeadError("engine is being started again", where=f"engine {name}"))
 
-    async def take_back(self, address: EngineAddress) -> None:
+    async def take_back(self, address: EngineAddress, version: int) -> None:
         """Take an engine back that was started again and has the weights of the others.
 
+        Args:
+            address: Where it is now.
+            version: What it must serve.
+
         Raises:
-            EngineError: It does not answer.
+            EngineError: It does not answer, or serves another version.
         """
-        await self._engines[address.name].reconnect(address.url)
+        await self._engines[address.name].reconnect(address.url, version=version)
         if isinstance(self.front, RoutedEngines):
             await self.front.readmit(address.name)
         else:

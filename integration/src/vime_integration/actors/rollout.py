@@ -150,13 +150,13 @@ class RolloutActor:
         """Leave an engine out: what it has in flight is sent elsewhere, or waits for its return."""
         await self._reach.let_go(name)
 
-    async def engine_back(self, address: EngineAddress) -> None:
-        """Take an engine back that was started again and has the weights of the others.
+    async def engine_back(self, address: EngineAddress, version: int) -> None:
+        """Take an engine back that was started again and serves ``version``, as the others do.
 
         Raises:
-            EngineError: It does not answer.
+            EngineError: It does not answer, or serves another version.
         """
-        await self._reach.take_back(address)
+        await self._reach.take_back(address, version)
 
     async def sleep(self) -> None:
         """Let every engine give its device memory back.

@@ -29,7 +29,12 @@ class EngineClient:
         self.mode = ""
         self.plan: dict[str, Any] = {}
         self.connected = self.known = False
-        self._http = httpx.Client(base_url=self.url, timeout=httpx.Timeout(deadline_s, connect=min(deadline_s, 10.0)))
+        # An engine is an address of the cluster: a proxy for the world outside has no business between.
+        self._http = httpx.Client(
+            base_url=self.url,
+            timeout=httpx.Timeout(deadline_s, connect=min(deadline_s, 10.0)),
+            trust_env=False,
+        )
 
     def call(self, operation: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """One request under ``/vime``.

@@ -186,6 +186,11 @@ class SyncSection(Section):
         "(alias); auto takes alias wherever the layouts allow it, and the run says which it was.",
     )
     deadline_s: Positive = Field(default=300.0, description="Seconds that one update of all engines may take.")
+    reload: bool = Field(
+        default=False,
+        description="Let the engines' own loaders fill what no copy can reach, such as experts in a kernel's layout. "
+        "Such an update is slower and cannot be taken back: a failure in it leaves the engine refusing to serve.",
+    )
     digest: Literal["off", "sampled", "full"] = Field(
         default="full", description="How much of every tensor is digested by the trainer and checked by the engines."
     )
