@@ -133,7 +133,9 @@ class Fleet:
             in_flight="wait" if config.pipeline.update_mode == "drain" else "keep",
             reload=config.sync.reload,
         )
-        self._mending = Mending(config, self.engines, addresses, self.rollout, session, aliased, self._note)
+        self._mending = Mending(
+            config, self.engines, addresses, self.trainers, self.rollout, session, aliased, self._note
+        )
         for plan in session.connect():
             if plan.get("alias_refused"):
                 self._note(f"weights are copied, because engines cannot run on the trainer's: {plan['alias_refused']}")
@@ -213,10 +215,14 @@ class Fleet:
                 ray.kill(actor)
 
     def _better(self, error: Exception) -> Exception:
-        """Return an engine's own account of its death, if one died; else ``error``.
+        """Return what tells of a dead trainer rank or engine, if there is one; else ``error``.
 
-        Whatever the rollout stumbled over, a dead engine is the cause and what it stumbled over the symptom.
+        Whatever the rollout stumbled over, a dead process is the cause and what it stumbled over the symptom.
         """
+        try:
+            self._mended().check_trainers()
+        except VimeError as told:
+            return told
         for name, actor in self.engines.items():
             try:
                 fetch(actor.health.remote(), name=name, doing="say how it is", deadline_s=10.0)

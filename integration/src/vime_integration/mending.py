@@ -58,6 +58,7 @@ class Mending:
         config: The run's configuration.
         engines: Name -> actor.
         addresses: Name -> where it can be reached.
+        trainers: Name -> actor; a dead one ends the run, whatever else its death broke.
         rollout: The rollout's actor.
         session: Updates the engines; closed with this object.
         aliased: Whether engines run on the trainer's memory.
@@ -69,6 +70,7 @@ class Mending:
         config: RunConfig,
         engines: Mapping[str, Any],
         addresses: Mapping[str, EngineAddress],
+        trainers: Mapping[str, Any],
         rollout: Any,
         session: SyncSession,
         aliased: bool,
@@ -76,10 +78,10 @@ class Mending:
     ) -> None:
         """Ask nothing yet."""
         self._config = config
-        self._engines, self._addresses = dict(engines), dict(addresses)
+        self._engines, self._addresses, self._trainers = dict(engines), dict(addresses), dict(trainers)
         self._rollout, self._session, self._aliased, self._note = rollout, session, aliased, note
         self._asked: dict[str, tuple[Any, float]] = {}
-        self._next = dict.fromkeys([*engines, _ROLLOUT], 0.0)
+        self._next = dict.fromkeys([*engines, *trainers, _ROLLOUT], 0.0)
         self._restarts = dict.fromkeys(engines, 0)
         self._at_rest = False  # whether the trainer's weights are those that the engines serve
         self._behind: list[str] = []  # started again, without the served version yet
@@ -98,6 +100,7 @@ class Mending:
         """
         now = time.monotonic()
         questions = {name: actor.health for name, actor in self._engines.items()}
+        questions |= {name: actor.pids for name, actor in self._trainers.items()}
         questions[_ROLLOUT] = self._rollout.lost
         for name, question in questions.items():
             if name not in self._asked:
@@ -109,7 +112,7 @@ class Mending:
                 del self._asked[name]
                 self._next[name] = now + HEALTH_EVERY_S
                 self._heard(name, reference)
-            elif now - since > HEALTH_DEADLINE_S:
+            elif now - since > HEALTH_DEADLINE_S and name not in self._trainers:  # a rank at work answers afterwards
                 raise PipelineError(
                     "a process of the run does not answer",
                     where=name,
@@ -194,6 +197,19 @@ class Mending:
         except EngineError as error:
             self._mend(name, error)
 
+    def check_trainers(self) -> None:
+        """Tell of a trainer rank that died; one that is busy is alive.
+
+        Raises:
+            PipelineError: A rank died.
+        """
+        asked = {actor.pids.remote(): name for name, actor in self._trainers.items()}
+        if not asked:
+            return
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=1.0)
+        for reference in answered:
+            fetch(reference, name=asked[reference], doing="say how it is", deadline_s=10.0)
+
     def _account_of(self, name: str, *, probe: bool = False) -> EngineError | None:
         """Return an engine's own account of its death, or None when it is well; with ``probe``, when it generates."""
         actor = self._engines[name]
@@ -223,6 +239,7 @@ class Mending:
             self._take_back(name)
 
     def _restart(self, name: str, error: EngineError) -> None:
+        self.check_trainers()  # an engine on the memory of a dead trainer refuses to serve, and is not the one to mend
         if self._restarts[name] >= self._config.engine.restarts:
             if self._restarts[name]:
                 error.add_note(f"{name} was started again {self._restarts[name]} times before (engine.restarts)")

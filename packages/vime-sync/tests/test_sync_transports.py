@@ -300,3 +300,15 @@ def test_only_mapped_memory_can_be_aliased(trainers, options, name):
         model = BenchModel(shape, torch.device("cpu"), torch.bfloat16)
         with pytest.raises(AliasError, match="maps no memory"):
             model.bound(publisher.manifest())
+
+
+def test_shared_memory_can_be_given_up_by_a_process_that_runs_no_exit_handlers():
+    from vime_sync import release_shared, shared_empty
+    from vime_sync.control import SHM
+
+    before = {path.name for path in SHM.glob("vime-*")}
+    tensor = shared_empty(16, torch.float32).fill_(3.0)
+    (made,) = {path.name for path in SHM.glob("vime-*")} - before
+    release_shared()
+    assert not (SHM / made).exists()
+    assert tensor.sum() == 48, "what holds it goes on"

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from vime_grpo import PolicyLoss, RunConfig
 from vime_megatron import MegatronTrainer, OptimizerSettings, StepMetrics, TrainerConfig
-from vime_sync import Publisher, WeightSource
+from vime_sync import Publisher, WeightSource, release_shared
 
 from vime_integration.batches import RolloutBatch, sequences_of
 from vime_integration.cluster import log_to_file
@@ -218,8 +218,9 @@ class TrainerActor:
     def stop(self) -> None:
         """Give back what outlives the process: shared memory and process groups."""
         if self._publisher is not None:
-            self._publisher.close()
+            self._publisher.close(force=True)  # engines were stopped first, or the run has failed
             self._publisher = None
+        release_shared()
         if self._trainer is not None:
             self._trainer.close()
             self._trainer = None

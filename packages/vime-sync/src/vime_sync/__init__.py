@@ -38,7 +38,7 @@ from vime_sync.publisher import Publisher
 from vime_sync.report import SyncReport
 from vime_sync.session import SyncSession
 from vime_sync.source import WeightSource
-from vime_sync.transports.shm import shared_empty
+from vime_sync.transports.shm import release_shared, shared_empty
 from vime_sync.verify import Comparison, compare
 
 __all__ = [
@@ -81,5 +81,6 @@ __all__ = [
     "engine_arguments",
     "engine_environment",
     "merge_manifests",
+    "release_shared",
     "shared_empty",
 ]

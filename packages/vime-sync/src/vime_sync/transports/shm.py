@@ -22,6 +22,7 @@ from vime_sync.transports import BufferKey
 _ALIGN = 64
 #: Segments made by `shared_empty` in this process, by the address of their first byte.
 _owned: dict[int, tuple[str, int]] = {}
+_segments: list[Segment] = []
 
 
 def shared_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -41,8 +42,22 @@ def shared_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
     tensor = segment.tensor(dtype, numel)
     address = tensor.data_ptr()
     _owned[address] = (segment.name, numel * dtype.itemsize)
-    atexit.register(segment.close)
+    if not _segments:
+        atexit.register(release_shared)
+    _segments.append(segment)
     return tensor
+
+
+def release_shared() -> None:
+    """Give up the names of all that `shared_empty` made in this process; it is done at exit in any case.
+
+    For a process whose exit runs no handlers, such as an actor that its framework ends. Tensors stay usable, and so do
+    the mappings that engines have; nobody new can open them.
+    """
+    for segment in _segments:
+        segment.close()
+    _segments.clear()
+    _owned.clear()
 
 
 class ShmExporter:
