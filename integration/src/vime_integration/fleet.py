@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from vime_devices import Platform, VimeError
 from vime_grpo import RunConfig
 from vime_rollout import CpuOptions, EngineConfig
-from vime_sync import Choice, SyncSession, engine_arguments, engine_environment, merge_manifests
+from vime_sync import Choice, SyncSession, engine_arguments, engine_environment, merge_manifests, sweep
 
 from vime_integration.actors.engine import EngineActor, EngineAddress
 from vime_integration.actors.rollout import RolloutActor
@@ -213,6 +213,7 @@ class Fleet:
         for actor in (*self.engines.values(), *self.trainers.values(), self.rollout):
             if actor is not None:
                 ray.kill(actor)
+        sweep()  # what killed processes of this run left in shared memory, such as an aliased engine's lease
 
     def _better(self, error: Exception) -> Exception:
         """Return what tells of a dead trainer rank or engine, if there is one; else ``error``.

@@ -5,6 +5,7 @@ the engines (`SyncSession`). The engine learns once, from the model's own weight
 """
 
 from vime_sync.choice import Choice, choose_transport
+from vime_sync.control import sweep
 from vime_sync.digest import Digest
 from vime_sync.errors import (
     AliasError,
@@ -83,4 +84,5 @@ __all__ = [
     "merge_manifests",
     "release_shared",
     "shared_empty",
+    "sweep",
 ]
