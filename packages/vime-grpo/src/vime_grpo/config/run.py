@@ -159,4 +159,10 @@ def _layout_problems(config: RunConfig) -> list[str]:
             f"pipeline.queue_groups ({pipeline.queue_groups}) is below rollout.batch_size "
             f"({config.rollout.batch_size}): a step's groups would never be there together"
         )
+    colocated_only = [key for key in ("over_sample", "partial") if getattr(config.rollout, key)]
+    if pipeline.mode == "async" and colocated_only:
+        problems.append(
+            f"{' and '.join('rollout.' + key for key in colocated_only)} belong to a loop that is asked step by step; "
+            'with pipeline.mode = "async" generation runs ahead by itself and is never cut'
+        )
     return problems
