@@ -1,6 +1,6 @@
 """Killed at ten points, a colocated run ends with the numbers and weights of one that was never stopped, bit for bit.
 
-It takes four minutes of an idle machine, so it runs when asked for: VIME_KILL_POINTS=10. One kill of the driver and one
+It starts the pipeline a dozen times, so it runs when asked for: VIME_KILL_POINTS=10. One kill of the driver and one
 of an engine are always tested (`test_colocated_end_to_end`).
 """
 
@@ -41,7 +41,7 @@ def comparable(row: dict[str, float]) -> dict[str, float]:
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.skipif(not ASKED, reason="four minutes of an idle machine: set VIME_KILL_POINTS=10")
+@pytest.mark.skipif(not ASKED, reason="starts the pipeline a dozen times: set VIME_KILL_POINTS=10")
 def test_killed_at_every_point_it_is_the_run_that_was_never_stopped(launch, tmp_path: Path) -> None:
     folders = tmp_path / "reference", tmp_path / "killed"
     for folder in folders:

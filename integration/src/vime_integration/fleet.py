@@ -95,10 +95,12 @@ class Fleet:
         config = self._config
         choice = choose(config, self._placement)
         logger.info("weights: %s", choice)
+        folder = {"folder": str(self._run.weights.absolute())} if choice.transport == "disk" else {}
+        publish = {"transport": choice.transport, "options": folder}
         for rank, seat in enumerate(self._placement.trainers):
             options = _options(seat.name, {**seat.environment, "OMP_NUM_THREADS": str(seat.threads)})
             actor = ray.remote(TrainerActor).options(**options)
-            self.trainers[seat.name] = actor.remote(config, rank, seat, choice.transport, self._log(seat.name))
+            self.trainers[seat.name] = actor.remote(config, rank, seat, publish, self._log(seat.name))
         rollout = StreamingRolloutActor if config.pipeline.mode == "async" else RolloutActor
         self.rollout = ray.remote(rollout).options(**_options("rollout")).remote(config, self._log("rollout"))
         rendezvous = f"tcp://127.0.0.1:{_free_port()}"

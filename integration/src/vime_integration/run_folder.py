@@ -9,6 +9,7 @@
         samples.jsonl     the best and the worst samples of each step
         reward.png        reward against step
         manifest.json     where the trainer's weights lie, for engines that run on them
+        weights/          the newest versions of the weights, where sync.transport = "disk"
         logs/             one file a process
         checkpoints/      resume bundles (bundle.py)
         model/            the trained policy as a Hugging Face folder
@@ -41,6 +42,7 @@ class RunFolder:
         self.config = root / "config.toml"
         self.metrics = root / "metrics.jsonl"
         self.manifest = root / "manifest.json"
+        self.weights = root / "weights"
         self.prompts = root / "prompts.jsonl"
         self.samples = root / "samples.jsonl"
         self.plot = root / "reward.png"

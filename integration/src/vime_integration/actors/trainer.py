@@ -93,11 +93,11 @@ class TrainerActor:
         config: The run's configuration.
         rank: 0-based.
         seat: Where this rank runs.
-        transport: Carrier of the weights, as `vime_sync.choose_transport` chose it.
+        publish: How weights are published: ``transport``, as `vime_sync.choose_transport` chose it, and ``options``.
         log: This process's log file.
     """
 
-    def __init__(self, config: RunConfig, rank: int, seat: Seat, transport: str, log: Path) -> None:
+    def __init__(self, config: RunConfig, rank: int, seat: Seat, publish: Mapping[str, Any], log: Path) -> None:
         """Settle the process; ``start`` builds the model."""
         for name in seat.removed:  # before anything looks at devices
             os.environ.pop(name, None)
@@ -105,7 +105,7 @@ class TrainerActor:
         torch.set_num_threads(seat.threads)
         self._config = config
         self._rank = rank
-        self._transport = transport
+        self._publish = publish
         self._device_index = seat.local_indices[0] if seat.local_indices else 0
         self._trainer: MegatronTrainer | None = None
         self._publisher: Publisher | None = None
@@ -135,7 +135,7 @@ class TrainerActor:
         source: WeightSource = self._trainer.source()
         if config.algorithm.kl_coef > 0 and config.algorithm.kl_target == "reference":
             self._reference = {name: buffer.detach().to("cpu", copy=True) for name, buffer in source.buffers.items()}
-        self._publisher = Publisher(source, transport=self._transport, digest=config.sync.digest)
+        self._publisher = Publisher(source, digest=config.sync.digest, **self._publish)
         self._publisher.stage(0)  # an engine that runs on this memory finds a whole version when it starts
         logger.info("rank %d of %d holds %d buffers", self._rank, world, len(source.buffers))
         return self._publisher.manifest()
