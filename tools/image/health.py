@@ -7,6 +7,7 @@ disturb a run. ``vime-devices doctor`` and ``verify_image.py`` look deeper.
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 ENOUGH_SHM = 8 << 30
 # Below this, Ray cannot start some hundred actors with their sockets; the guide asks for 1048576.
 ENOUGH_FILES = 65_536
+PLATFORMS = ("rocm", "cuda")
 
 
 def problems(platform: str, root: Path = Path("/")) -> list[str]:
@@ -60,13 +62,22 @@ def _cuda(root: Path) -> list[str]:
     return [] if os.access(control, os.R_OK | os.W_OK) else [f"no right to open {control}"]
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the program; the platform comes from ``VIME_IMAGE_PLATFORM``, which the image sets.
+
+    Args:
+        argv: Arguments; those of the process by default.
 
     Returns:
         0 where all is well, else 1.
     """
-    found = problems(os.environ.get("VIME_IMAGE_PLATFORM", "cuda"))
+    parser = argparse.ArgumentParser(description="Say what this container was started without; touches no GPU.")
+    parser.add_argument("--platform", default=os.environ.get("VIME_IMAGE_PLATFORM", ""), help="rocm or cuda")
+    platform = parser.parse_args(argv).platform
+    if platform not in PLATFORMS:
+        print(f"the platform is {platform!r}, expected rocm or cuda: set VIME_IMAGE_PLATFORM", file=sys.stderr)
+        return 1
+    found = problems(platform)
     for text in found:
         print(text, file=sys.stderr)
     return 1 if found else 0

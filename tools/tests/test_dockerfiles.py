@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -84,6 +87,44 @@ def test_nothing_is_installed_before_the_pins_nor_around_the_guard(path: Path) -
 
 
 @each
+def test_members_are_installed_by_path_with_extras_that_they_have(path: Path) -> None:
+    members: dict[str, set[str]] = {}
+    for name, text in last_stage(path):
+        if name != "RUN" or "guarded_install.sh" not in text:
+            continue
+        for word in shlex.split(re.findall(r"guarded_install\.sh ([^&]*)", text)[0]):
+            folder, _, extras = word.partition("[")
+            if (ROOT / folder / "pyproject.toml").is_file() and not Path(folder).is_absolute():
+                # pip takes a bare word for a name on the index, even where a folder of that name is.
+                assert "/" in folder, f"{word} would be looked up on the index"
+                project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+                members[project["name"]] = set(filter(None, extras.rstrip("]").split(",")))
+                assert members[project["name"]] <= set(project.get("optional-dependencies", {}))
+    workspace = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    wanted = {re.split(r"[\[]", text)[0]: set(re.findall(r"\[(.*)\]", text)) for text in workspace}
+    assert members.keys() == wanted.keys()
+    assert all(members[name] >= extras for name, extras in wanted.items()), "no fewer extras than the workspace has"
+
+
+@pytest.mark.parametrize("path", [*FILES, ROOT / "docker" / "README.md"], ids=lambda path: path.name)
+def test_every_call_of_a_tool_is_one_that_it_takes(path: Path) -> None:
+    text = re.sub(r"\\\n", " ", path.read_text())
+    calls = re.findall(r"(?:tools/|/)((?:image/)?\w+\.py)((?: +(?!&&)[^\s|`]+)*)", text)
+    calls = [(tool, options) for tool, options in calls if (ROOT / "tools" / tool).is_file()]
+    assert calls
+    for tool, options in calls:
+        known = help_of(tool)
+        for option in re.findall(r"--[a-z-]+", options):
+            assert re.search(rf"{option}\b", known), f"{path.name}: {tool} has no {option}"
+
+
+@functools.cache
+def help_of(tool: str) -> str:
+    command = [sys.executable, str(ROOT / "tools" / tool), "--help"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@each
 def test_the_last_step_verifies_as_the_user(path: Path) -> None:
     stage = last_stage(path)
     user = [index for index, (name, _) in enumerate(stage) if name == "USER"][-1]
@@ -136,14 +177,7 @@ def test_the_readme_lists_the_stages_of_the_acceptance() -> None:
 
 
 def test_the_readme_lists_the_groups_that_the_tool_has() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools/verify_image.py", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    groups = re.search(r"only these checks:\s+([\w,\s]+?)\n\s*--", done.stdout)
+    groups = re.search(r"only these checks:\s+([\w,\s]+?)\n\s*--", help_of("verify_image.py"))
     assert groups is not None
     readme = (ROOT / "docker" / "README.md").read_text()
     for name in re.findall(r"\w+", groups[1]):

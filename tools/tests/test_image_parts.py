@@ -93,6 +93,14 @@ def test_health_names_the_option_that_mends_it(
     assert bool(found) is bool(said)
 
 
+def test_health_knows_no_other_platform(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for platform in ("", "cpu"):
+        monkeypatch.setenv("VIME_IMAGE_PLATFORM", platform)
+        assert health.main([]) == 1
+        assert f"the platform is {platform!r}" in capsys.readouterr().err
+    assert health.main(["--platform", "neither"]) == 1
+
+
 def test_health_sees_rights_shared_memory_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "ENOUGH_SHM", 1 << 60)
     monkeypatch.setattr(health, "ENOUGH_FILES", 1 << 60)
