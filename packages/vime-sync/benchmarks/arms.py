@@ -8,8 +8,6 @@ after another, so that nothing else runs on the machine while one measures.
 from __future__ import annotations
 
 import argparse
-import functools
-import itertools
 import json
 import shutil
 import statistics
@@ -17,182 +15,19 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
+from plane import kernel
 from servers import Server
-from shapes import Trainer, config_of, make_trainer, model_folder, piece_boxes
+from setting import Record, Setting, clock, free_gib
+from shapes import Trainer, config_of, make_trainer
 from vime_sync import Publisher, SyncReport, SyncSession, engine_arguments
-from vime_sync.copying import Copier, Item, Mover
-from vime_sync.digest import DigestMode, digest_box
-
-GB = 1e9
-
-
-class Record:
-    """Rows of results, written to a file after each addition."""
-
-    def __init__(self, path: Path, arm: str, shape: str) -> None:
-        """Start a file."""
-        self._path = path
-        self._data: dict[str, Any] = {"arm": arm, "shape": shape, "rows": [], "notes": {}, "error": ""}
-
-    def row(self, case: str, milliseconds: Iterable[float], nbytes: int = 0, **more: Any) -> None:
-        """Add repeated timings of one case."""
-        values = [round(v, 3) for v in milliseconds]
-        best, middle = min(values), sorted(values)[len(values) // 2]
-        row = {"case": case, "ms": values, "median_ms": middle, "min_ms": best, **more}
-        if nbytes:
-            row["gb_per_s"] = round(nbytes / GB / (middle / 1e3), 1)
-        self._data["rows"].append(row)
-        rate = f" {row['gb_per_s']} GB/s" if nbytes else ""
-        print(f"  {case}: median {middle:.2f} ms, min {best:.2f}{rate} {more or ''}", flush=True)
-        self.write()
-
-    def note(self, **more: Any) -> None:
-        """Add facts."""
-        self._data["notes"] |= more
-        print(f"  {more}", flush=True)
-        self.write()
-
-    def fail(self, text: str) -> None:
-        """Say why the arm ended early."""
-        self._data["error"] = text
-        self.write()
-
-    def write(self) -> None:
-        """Write the file."""
-        self._path.write_text(json.dumps(self._data, indent=1))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What every arm gets.
-
-    Attributes:
-        record: Where results go.
-        shape: The model shape.
-        work: A folder for this arm only.
-        gate: Where the arm says that it is ready and is told to go on; None to go on at once.
-        eager: Start no engine with captured graphs (a second attempt).
-    """
-
-    record: Record
-    shape: str
-    work: Path
-    gate: Path | None
-    eager: bool
-
-    def ready(self, deadline_s: float = 480.0) -> None:
-        """Wait for this arm's turn.
-
-        Raises:
-            RuntimeError: If it does not come in time.
-        """
-        if self.gate is None:
-            return
-        (self.gate / "ready").touch()
-        end = time.monotonic() + deadline_s
-        while not (self.gate / "go").exists():
-            if time.monotonic() > end:
-                raise RuntimeError(f"no turn within {deadline_s:.0f} s")
-            time.sleep(0.05)
-
-    def server(self, arguments: list[str], *, device: int = 0, graphs: bool = False, plugin: bool = True) -> Server:
-        """Start a server of the shape."""
-        captured = graphs and not self.eager and torch.cuda.is_available()
-        more = GRAPHS if captured else ["--enforce-eager"]
-        folder = model_folder(self.shape, self.work / self.shape)
-        dtype = config_of(self.shape)["dtype"]
-        return Server(folder, [*arguments, *more], work=self.work, device=device, dtype=dtype, plugin=plugin)
-
-
-def clock(run: Callable[[], Any], times: int, *, warm: int = 2) -> list[float]:
-    """Milliseconds of each of several runs."""
-    result = []
-    for index in range(warm + times):
-        _synchronize()
-        started = time.perf_counter()
-        run()
-        _synchronize()
-        if index >= warm:
-            result.append((time.perf_counter() - started) * 1e3)
-    return result
-
-
-def _synchronize() -> None:
-    for index in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(index)
-
-
-def free_gib(index: int = 0) -> float:
-    """Free memory of a device, whoever uses the rest."""
-    return round(torch.cuda.mem_get_info(index)[0] / 2**30, 3) if torch.cuda.is_available() else 0.0
-
-
-def _items(trainer: Trainer, target: torch.Tensor) -> list[Item]:
-    return [
-        Item(
-            trainer.source.view(region), target.as_strided(region.shape, region.strides, region.offset), box, full, name
-        )
-        for name, box, full, region in piece_boxes(trainer.source)
-    ]
-
-
-def _verify(record: Record, items: list[Item], mover: Mover, device: torch.device) -> None:
-    """The kernel's copy is bitwise the source, and its digests are those that torch computes."""
-    for item in items:
-        item.target.zero_()
-    digests = mover.run(digest="full", phase=0)
-    equal = all(torch.equal(item.source.to(device), item.target) for item in items)
-    chosen = [0, *range(1, min(12, len(items))), len(items) - 1]
-    same = all(
-        digests[i].from_tensor(digest_box(items[i].source, items[i].box, items[i].full, items[i].name)) == digests[i]
-        for i in chosen
-    )
-    record.note(bitwise_equal=equal, digests_equal_torch=same, plain_slices=mover.plain, slices=len(items))
-
-
-def kernel(setting: Setting, source: torch.device, target: torch.device, *, sweep: bool) -> None:
-    """The data plane alone: one process, no engine."""
-    from vime_sync.kernels import Tuning
-
-    setting.ready()
-    record = setting.record
-    trainer = make_trainer(setting.shape, source)
-    into = torch.zeros_like(trainer.flat, device=target)
-    size = trainer.source.nbytes
-    record.row("one copy of the whole buffer", clock(lambda: into.copy_(trainer.flat), 10), size)
-    items = _items(trainer, into)
-    copiers: tuple[Copier, ...] = ("torch", "triton")
-    for copier in copiers:
-        mover = Mover(items, target, copier)
-        modes: tuple[DigestMode, ...] = ("off", "sampled", "full") if copier == "triton" else ("off",)
-        for mode in modes:
-            times = clock(functools.partial(mover.run, digest=mode, phase=1), 15, warm=3)
-            record.row(f"{copier}, digest {mode}", times, size)
-        if copier == "triton":
-            times = clock(functools.partial(mover.run, digest="full", phase=1, write=False), 15, warm=3)
-            record.row("triton, digest only", times, size)
-            _verify(record, items, mover, target)
-    swept: tuple[DigestMode, ...] = ("off", "full")
-    for block, blocks, warps in _cuts(peer=source != target) if sweep else ():
-        tuned = Mover(items, target, "triton", tuning=Tuning(block, blocks, warps))
-        for mode in swept:
-            times = clock(functools.partial(tuned.run, digest=mode, phase=1), 7, warm=2)
-            record.row(f"tuning {block}x{blocks} warps {warps}, digest {mode}", times, size)
-
-
-def _cuts(*, peer: bool) -> list[tuple[int, int, int]]:
-    """What a sweep tries: around the best of an earlier, wider one; over a fabric also much longer tiles."""
-    if peer:
-        return [(1024, 2, 4), (1024, 8, 4), (2048, 2, 8), (2048, 8, 8), (4096, 8, 16), (4096, 32, 16)]
-    return list(itertools.product((512, 1024), (4, 8, 16), (2, 4)))
+from vime_sync.digest import DigestMode
 
 
 def _reports(
@@ -299,12 +134,6 @@ def _change(record: Record, server: Server, sync: Callable[[int, int], Any], ver
     return version + 3
 
 
-GRAPHS = [
-    "--compilation-config",
-    json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}),
-]
-
-
 def _speed(server: Server) -> float:
     """Tokens a second of many equal requests."""
     streams, tokens = (64, 256) if torch.cuda.is_available() else (4, 8)
@@ -317,7 +146,7 @@ def _speed(server: Server) -> float:
     return round(streams * tokens / (time.perf_counter() - started), 1)
 
 
-def _compare_speed(record: Record, aliased: Server, plain: Server, rounds: int = 6) -> None:
+def _compare_speed(record: Record, aliased: Server, plain: Server, rounds: int = 5) -> None:
     """Rollout speed of two servers on one device, in turns, so that whatever drifts drifts for both."""
     rates: dict[str, list[float]] = {"aliased": [], "plain": []}
     for turn in range(rounds + 1):

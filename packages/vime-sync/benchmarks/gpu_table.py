@@ -68,6 +68,7 @@ class Arm:
         command = [sys.executable, str(HERE / "arms.py"), name, "--shape", shape, "--out", str(self._out)]
         command += ["--logs", str(logs), *(["--gate", str(self._gate)] if gated else []), *(["--eager"] * eager)]
         print(f"== {name} starts", flush=True)
+        self.done = False
         self._started, self._eager, self._error = time.monotonic(), eager, ""
         self._process = subprocess.Popen(command, start_new_session=True)
 
@@ -99,6 +100,7 @@ class Arm:
         except subprocess.TimeoutExpired:
             self._error = f"ended after {time.monotonic() - self._started:.0f} s"
             _end(self._process)
+        self.done = True
         found: dict[str, Any] = json.loads(self._out.read_text()) if self._out.is_file() else {"rows": []}
         failed = "" if self._process.returncode == 0 else "no result"
         seconds = round(time.monotonic() - self._started, 1)
@@ -160,19 +162,42 @@ def run_alone(table: Table, names: list[str], folder: Path, *, eager: bool = Fal
             table.add({"arm": name, "rows": [], "error": "not run: the time was spent"})
             continue
         arm = Arm(name, table.shape, folder / f"{name}-alone", table.logs, gated=False, eager=eager)
-        table.add(arm.finish(table.left))
+        try:
+            table.add(arm.finish(table.left))
+        finally:
+            if not arm.done:
+                table.add(arm.finish(0))
 
 
-def run_together(table: Table, names: list[str], folder: Path, start_s: float) -> list[str]:
+def run_together(table: Table, names: list[str], folder: Path, start_s: float, hold: Path | None) -> list[str]:
     """Start arms side by side and measure one after another.
+
+    Args:
+        table: Where results go.
+        names: The arms.
+        folder: Where their files go.
+        start_s: Seconds until they must be ready.
+        hold: A file without which nobody gets a turn: something else works here until it is there.
 
     Returns:
         Those that never got ready.
     """
     arms = [Arm(name, table.shape, folder / name, table.logs, gated=True) for name in names]
+    try:
+        return _turns(table, arms, start_s, hold)
+    finally:
+        for arm in arms:
+            if not arm.done:
+                table.add(arm.finish(0))
+
+
+def _turns(table: Table, arms: list[Arm], start_s: float, hold: Path | None) -> list[str]:
     end = time.monotonic() + min(start_s, table.left)
     while time.monotonic() < end and not all(arm.ready or arm.ended for arm in arms):
         time.sleep(0.2)
+    while time.monotonic() < end and hold is not None and not hold.exists():
+        time.sleep(0.2)
+    print(f"== first turn after {start_s - (end - time.monotonic()):.0f} s", flush=True)
     late = [arm for arm in arms if not arm.ready]
     for arm in late:
         table.add(arm.finish(0))
@@ -181,6 +206,11 @@ def run_together(table: Table, names: list[str], folder: Path, start_s: float) -
             arm.go()
             table.add(arm.finish(table.left))
     return [arm.name for arm in late]
+
+
+def _interrupted(*_: object) -> None:
+    """Arms are in sessions of their own: who ends this process must not leave them and their servers behind."""
+    raise SystemExit("ended from outside")
 
 
 def main() -> None:
@@ -192,11 +222,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=450.0, help="seconds for all arms")
     parser.add_argument("--start", type=float, default=240.0, help="seconds until those together must be ready")
+    parser.add_argument("--hold", type=Path, help="a file: no turn is given until it exists, or --start has passed")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, _interrupted)
     table = Table(options.out, options.shape, options.budget)
     with tempfile.TemporaryDirectory(prefix="vime-table-") as name:
         run_alone(table, options.arms, Path(name))
-        late = run_together(table, options.together, Path(name), options.start) if options.together else []
+        late = []
+        if options.together:
+            late = run_together(table, options.together, Path(name), options.start, options.hold)
         if late and table.left > 100:
             run_alone(table, late, Path(name), eager=True)
     print(json.dumps(table.errors()), flush=True)

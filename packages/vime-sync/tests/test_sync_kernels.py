@@ -85,6 +85,7 @@ KERNEL = """
     from vime_sync import Box
     from vime_sync.copying import Item, Mover
     from vime_sync.digest import digest_box
+    from vime_sync.kernels import Tuning
     full, wrong = (96, 64), []
     source = torch.randn(full).to(torch.bfloat16)
     boxes = {"whole": Box((0, 0), full), "rows": Box((8, 0), (9, 64)), "columns": Box((0, 16), (96, 24))}
@@ -102,13 +103,13 @@ KERNEL = """
             expected = digest_box(item.source, item.box, full, item.name, mode=mode, phase=3)
             equal = digest is None if mode == "off" else digest == digest.from_tensor(expected)
             wrong += [f"{mode}: {item.name}"] * (not equal or not torch.equal(item.source, item.target))
-    def moved(items, mode, phase):
-        mover = Mover(items, torch.device("cpu"), "triton")
+    def moved(items, mode, phase, tuning=None):
+        mover = Mover(items, torch.device("cpu"), "triton", tuning=tuning)
         digests = mover.run(digest=mode, phase=phase)
         for item, digest in zip(items, digests):
             expected = digest_box(item.source, item.box, item.full, item.name, mode=mode, phase=phase)
             if digest != digest.from_tensor(expected) or not torch.equal(item.source, item.target):
-                wrong.append(f"{mode} {phase}: {item.name}")
+                wrong.append(f"{mode} {phase} {tuning}: {item.name}")
     # Every block of a long tensor is looked at in one phase of sixteen; a slice of it starts in the middle of a block.
     long = torch.randint(-2**62, 2**62, (40 * 1024 + 100,))
     part = Box((1500,), (20 * 1024,))
@@ -125,6 +126,13 @@ KERNEL = """
         items = [Item(t, torch.zeros_like(t), b, tuple(t.shape), f"m{i}") for i, (t, b) in enumerate(zip(many, whole))]
         moved(items, mode, 0)
         wrong += [f"{mode}: {i.name} was not copied" for i in items if not torch.equal(i.source, i.target)]
+    # However tiles are cut, pipelined and spread over programs, every word is moved once; columns are strided.
+    odd = torch.randint(-2**62, 2**62, (37, 150))
+    for tuning in (Tuning(64, 4, 1, 3, 1), Tuning(64, 4, 1, 1, 8), Tuning(128, 2, 1, 2, 5)):
+        for mode in ("sampled", "full"):
+            views = [(odd, Box((0, 0), odd.shape)), (odd[3:30, 7:90], Box((3, 7), (27, 83)))]
+            items = [Item(v, torch.zeros_like(v), b, (37, 150), f"o{i}") for i, (v, b) in enumerate(views)]
+            moved(items, mode, 16, tuning)
     print(json.dumps(wrong))
 """
 

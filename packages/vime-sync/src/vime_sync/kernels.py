@@ -42,16 +42,19 @@ class Tuning:
         block: Words that a program moves at once; a power of two.
         blocks: How many times in a row.
         warps: Warps a program.
+        stages: Blocks on their way at once, through shared memory; 1 loads a block when the one before is done.
+        spread: So many neighbouring programs take turns block by block, instead of a run of blocks each.
     """
 
     block: int
     blocks: int
     warps: int
+    stages: int = 1
+    spread: int = 1
 
-    @property
-    def tile(self) -> int:
-        """Words of a tile."""
-        return self.block * self.blocks
+    def tiles(self, words: int) -> int:
+        """Programs for a segment of so many words."""
+        return -(-words // (self.spread * self.blocks * self.block)) * self.spread
 
 
 #: The best of sweeps on an H200 (benchmarks/README.md and h200.json). A copy alone wants short tiles: more of them in
@@ -112,48 +115,49 @@ def _move(  # type: ignore[no-untyped-def]
     phase,  # noqa: ANN001
     BLOCK: tl.constexpr,  # noqa: N803 (Triton's convention for compile-time constants)
     BLOCKS: tl.constexpr,  # noqa: N803
+    STAGES: tl.constexpr,  # noqa: N803
+    SPREAD: tl.constexpr,  # noqa: N803
     COPY: tl.constexpr,  # noqa: N803
     DIGEST: tl.constexpr,  # noqa: N803
     SAMPLED: tl.constexpr,  # noqa: N803
     STRIDED: tl.constexpr,  # noqa: N803
     WIDE: tl.constexpr,  # noqa: N803
 ) -> None:
-    tile = tl.program_id(0).to(tl.int64)
-    low = _row_of(table, table + _COLUMNS * count, tile)
+    low = _row_of(table, table + _COLUMNS * count, tl.program_id(0).to(tl.int64))
     row = table + low
-    begin = (tile - tl.load(row)) * (BLOCK * BLOCKS)
+    tile = tl.program_id(0) - tl.load(row)
+    begin = tile // SPREAD * (SPREAD * BLOCKS * BLOCK) + tile % SPREAD * BLOCK
     source = tl.load(row + count).to(tl.pointer_type(tl.uint64))
     target = tl.load(row + 2 * count).to(tl.pointer_type(tl.uint64))
-    words = tl.load(row + 3 * count)
+    # From here on a program counts in 32 bits from its first word: fewer registers, so more programs at once.
+    left = tl.minimum(tl.load(row + 3 * count) - begin, SPREAD * BLOCKS * BLOCK).to(tl.int32)
     first_word = tl.load(row + 4 * count)
     seed = tl.load(row + 5 * count).to(tl.uint64)
-    if WIDE:
-        source = tl.multiple_of(source, 16)
-        target = tl.multiple_of(target, 16)
-        words = tl.multiple_of(words, 2)
     if STRIDED:
         row_words, source_stride, target_stride, word_stride = _spacing(row, count)
+    else:
+        source, target, first_word = source + begin, target + begin, first_word + begin
+    if WIDE:
+        source, target, left = tl.multiple_of(source, 16), tl.multiple_of(target, 16), tl.multiple_of(left, 2)
     first_w, second_w = tl.zeros((BLOCK,), tl.uint64), tl.zeros((BLOCK,), tl.uint64)
     touched = 0
-    for block in range(BLOCKS):
-        index_w = begin + block * BLOCK + tl.arange(0, BLOCK)
-        inside_w = index_w < words
+    for block in tl.range(BLOCKS, num_stages=STAGES):
+        index_w = block * (SPREAD * BLOCK) + tl.arange(0, BLOCK)
+        inside_w = index_w < left
+        source_w, target_w, word_w = index_w, index_w, index_w
         if STRIDED:
-            at_w = index_w // row_words
-            column_w = index_w - at_w * row_words
-            value_w = tl.load(source + at_w * source_stride + column_w, mask=inside_w, other=0)
-            if COPY:
-                tl.store(target + at_w * target_stride + column_w, value_w, mask=inside_w)
-            word_w = first_word + at_w * word_stride + column_w
-        else:
-            value_w = tl.load(source + index_w, mask=inside_w, other=0)
-            if COPY:
-                tl.store(target + index_w, value_w, mask=inside_w)
-            word_w = first_word + index_w
+            at_w = (begin + index_w) // row_words
+            column_w = begin + index_w - at_w * row_words
+            source_w, target_w = at_w * source_stride + column_w, at_w * target_stride + column_w
+            word_w = at_w * word_stride + column_w
+        value_w = tl.load(source + source_w, mask=inside_w, other=0)
+        if COPY:
+            tl.store(target + target_w, value_w, mask=inside_w)
         if DIGEST:
+            word_w = first_word + word_w
             wanted = True
             if SAMPLED and not STRIDED:  # only here it is a branch of the kernel: elsewhere it costs registers
-                wanted = _looked_at(first_word + begin + block * BLOCK, phase, BLOCK)
+                wanted = _looked_at(first_word + block * (SPREAD * BLOCK), phase, BLOCK)
             if wanted:
                 z_w = _mixed(word_w, seed)
                 if SAMPLED:
@@ -219,6 +223,8 @@ class SegmentTable:
             phase,
             BLOCK=cut.block,
             BLOCKS=cut.blocks,
+            STAGES=cut.stages,
+            SPREAD=cut.spread,
             COPY=write,
             DIGEST=digest != "off",
             SAMPLED=digest == "sampled",
@@ -243,7 +249,7 @@ def _table(
         strides = (segment.source_stride // 8, segment.target_stride // 8, segment.word_stride)
         for column, value in zip(columns, (*values, *strides), strict=True):
             column.append(value)
-        tiles += -(-words // cut.tile)
+        tiles += cut.tiles(words)
     asked = torch.arange(0, tiles, 1 << _HINT_LOG2.value)
     hints = torch.searchsorted(torch.tensor(columns[0]), asked, right=True) - 1
     last = torch.tensor([len(segments) - 1])
