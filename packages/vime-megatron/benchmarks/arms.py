@@ -13,6 +13,10 @@ QWEN3: dict[str, dict[str, Any]] = {
         "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
         "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False,
     },
+    "8B-15": {  # 15 of the 36 layers: 49.7 GB of masters and moments, what a rank of DP 2 holds of the 8B model
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 15,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False,
+    },
     "tiny": {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "tie_word_embeddings": True, "head_dim": 16, "vocab_size": 512,
@@ -51,6 +55,13 @@ ARMS: dict[str, dict[str, Any]] = {
     "train-8b-dp2": _train(
         shape="8B", world=2, steps=4, documents=[4096] * 8, budget=8192, distributed=True, profile=True, offload=True,
         settings={"recompute": "selective"},
+    ),
+    "vocabulary": {"kind": "vocabulary"},
+    "compare": _train(steps=1, compare={"rounds": 2, "steps": 3}, profile=True),
+    "offload-8b": _train(shape="8B-15", documents=[2048], budget=2048, steps=2, cycles=5, pinning=True),
+    "compare-tiny": _train(
+        shape="tiny", documents=[40, 30, 20], steps=1, budget=128, compare={"rounds": 2, "steps": 2}, cycles=3,
+        profile=True,
     ),
     "train-tiny": _train(shape="tiny", documents=[40, 30, 20], steps=3, budget=128, profile=True, offload=True),
 }  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from arms import EVEN, MIXED
 from torch import Tensor
 from vime_megatron.kernels import PLAIN, triton_kernels
+from vime_megatron.kernels import vocab as vocab_kernels
 from vime_megatron.kernels.plain import HeadLayout
 from vime_megatron.logprobs import VocabShard, token_logprobs
 from vime_megatron.model.core_attention import row_by_row, sdpa_attention, varlen_attention
@@ -63,7 +65,11 @@ def _try(results: dict[str, Any], name: str, action: Callable[[], dict[str, Any]
 def run(kind: str, save: Save) -> dict[str, Any]:
     """Run one kind of measurement."""
     results: dict[str, Any] = {}
-    {"ceilings": _ceilings, "attention": _attention, "kernels": _kernels, "logprobs": _logprobs}[kind](results, save)
+    kinds = {
+        "ceilings": _ceilings, "attention": _attention, "kernels": _kernels, "logprobs": _logprobs,
+        "vocabulary": _vocabulary,
+    }  # fmt: skip
+    kinds[kind](results, save)
     return results | {"summary": {name: value for name, value in results.items() if isinstance(value, dict)}}
 
 
@@ -81,15 +87,17 @@ def _ceilings(results: dict[str, Any], save: Save) -> None:
         b = torch.empty_like(a)
         return {"read_plus_write_gb_s": round(2 * a.numel() / timed(lambda: b.copy_(a)) / 1e6)}
 
-    def pinned() -> dict[str, Any]:
-        host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-        device = torch.empty_like(host, device="cuda")
-        out = timed(lambda: host.copy_(device, non_blocking=True))
-        back = timed(lambda: device.copy_(host, non_blocking=True))
-        return {"to_host_gb_s": round(2**30 / out / 1e6, 1), "to_device_gb_s": round(2**30 / back / 1e6, 1)}
-
     for name, action in (("product", product), ("copy", copy), ("pinned", pinned)):
         _try(results, name, action, save)
+
+
+def pinned() -> dict[str, Any]:
+    """Measure plain copies of 1 GiB between pinned memory and the device."""
+    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    out = timed(lambda: host.copy_(device, non_blocking=True))
+    back = timed(lambda: device.copy_(host, non_blocking=True))
+    return {"to_host_gb_s": round(2**30 / out / 1e6, 1), "to_device_gb_s": round(2**30 / back / 1e6, 1)}
 
 
 def _row(lengths: list[int]) -> PackedTokens:
@@ -210,3 +218,46 @@ def _logprobs(results: dict[str, Any], save: Save) -> None:
                     }  # fmt: skip
 
                 _try(results, f"{width}-{name}-{chunk}", measure, save)
+
+
+def _vocabulary(results: dict[str, Any], save: Save) -> None:
+    """Sweep what the log-probabilities' time depends on: tokens of a chunk, and the shape of the kernel's programs."""
+    count, vocab, width = 32768, 151936, 2048
+    hidden, weight = _randn(count, width), _randn(vocab, width)
+    hidden.mul_(width**-0.25)
+    weight.mul_(width**-0.25)
+    targets = torch.randint(0, vocab, (count,), device="cuda")
+    shard = VocabShard(0, vocab, None, 2048, triton_kernels(torch.device("cuda")))
+
+    def products(chunk: int) -> None:
+        for part in hidden.split(chunk):
+            part @ weight.t()
+
+    def score(chunk: int) -> None:
+        token_logprobs(hidden, weight, targets, temperature=1.0, shard=replace(shard, chunk=chunk))
+
+    def statistics_of(block: int, warps: int, logits: Tensor, rows: Tensor) -> dict[str, Any]:
+        kept = vocab_kernels._BLOCK_V, vocab_kernels._WARPS
+        vocab_kernels._BLOCK_V, vocab_kernels._WARPS = block, warps
+        try:
+            spent = timed(lambda: vocab_kernels.vocab_statistics(logits, rows, 1.0))
+        finally:
+            vocab_kernels._BLOCK_V, vocab_kernels._WARPS = kept
+        return {"ms": round(spent, 4), "gb_s": round(2 * logits.numel() / spent / 1e6)}
+
+    chunks = (1024, 2048, 4096, 8192)
+    with torch.no_grad():
+        alone = {chunk: timed(partial(products, chunk), repeats=5) for chunk in chunks}
+        best = min(alone.values())
+        results["matmul"] = {"ms": {chunk: round(spent, 2) for chunk, spent in alone.items()}}
+        for chunk in chunks:
+            spent = timed(partial(score, chunk), repeats=7)
+            results[f"chunk-{chunk}"] = {
+                "ms": round(spent, 2), "over_matmul": round(spent / best - 1, 4),
+                "extra_gb": round(extra_bytes(partial(score, chunk)) / 1e9, 3),
+            }  # fmt: skip
+            save(results)
+        logits = hidden[:2048] @ weight.t()
+        for block, warps in ((4096, 8), (4096, 4), (4096, 16), (2048, 4), (2048, 8), (8192, 8), (8192, 16), (1024, 4)):
+            measure = partial(statistics_of, block, warps, logits, targets[:2048])
+            _try(results, f"block-{block}-warps-{warps}", measure, save)

@@ -14,6 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import compare
 import micro
 import torch
 from arms import ARMS, COMMON, QWEN3
@@ -95,7 +96,7 @@ def train(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         metrics = trainer.step(batch, sft_loss)
         steps.append({"seconds": metrics.seconds, "loss": metrics.loss, "grad_norm": metrics.grad_norm})
         print(json.dumps(steps[-1]), flush=True)
-    seconds = statistics.median(step["seconds"] for step in steps[2:])
+    seconds = statistics.median(step["seconds"] for step in steps[2:] or steps)
     tokens = sum(spec["documents"])
     summary = {
         "tok_s": round(tokens / seconds),
@@ -109,14 +110,35 @@ def train(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         "settings": config.to_dict() | {"model": spec["shape"]},
     }  # fmt: skip
     _save(arm, options, result)
+    _extras(arm, options, trainer, batch, result)
+    trainer.close()
+    return result
+
+
+def _extras(
+    arm: str, options: argparse.Namespace, trainer: MegatronTrainer, batch: list[TrainSequence], result: dict[str, Any]
+) -> None:
+    """Measure what else the arm asks for; each part is saved as soon as it is there."""
+    spec, summary = ARMS[arm], result["summary"]
+    if "compare" in spec:
+        result["compare"] = compare.compare(trainer, batch, **spec["compare"])
+        kept = ("ms", "tok_s", "tflops_6n", "peak_gb")
+        summary["compare"] = {case: [row[key] for key in kept] for case, row in result["compare"].items()}
+        _save(arm, options, result)
+    if spec.get("pinning"):
+        result["pinning"] = summary["pinning"] = compare.pinning()
+        result["pinned"] = summary["pinned"] = micro.pinned()
+    if "cycles" in spec:
+        result["offload"] = compare.offload_cycles(trainer, batch, spec["cycles"])
+        kept = ("allocated", "out_gb_s", "back_gb_s")
+        summary["offload"] = [[row[key] for key in kept] for row in result["offload"]]
+        _save(arm, options, result)
     if spec.get("offload"):
         result["offload"] = _offload(trainer, batch)
         summary["offload"] = result["offload"][-1]
         _save(arm, options, result)
     if spec.get("profile"):
         _profile(trainer, batch, options.out / f"{arm}.{options.rank}.profile.txt")
-    trainer.close()
-    return result
 
 
 def _offload(trainer: MegatronTrainer, batch: list[TrainSequence]) -> list[dict[str, Any]]:

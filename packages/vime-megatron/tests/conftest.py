@@ -63,6 +63,7 @@ FAMILIES = {
 def write_model(folder: Path, **changes) -> Path:
     """Make a model folder with random weights, through the trainer's own export."""
     from vime_megatron import MegatronTrainer, TrainerConfig
+    from vime_megatron.weights.random import draw_weights
 
     folder.mkdir(parents=True)
     source = folder / "source"
@@ -70,10 +71,13 @@ def write_model(folder: Path, **changes) -> Path:
     (source / "config.json").write_text(json.dumps(TINY | changes))
     trainer = MegatronTrainer(TrainerConfig(model=source, dtype="float32", random_weights=True, seed=3))
     generator = torch.Generator().manual_seed(4)
+    drawn = {name: torch.zeros(param.shape) for name, param in trainer.params.items()}  # on the CPU: alike everywhere
+    draw_weights(drawn, trainer._placed, seed=3, std=trainer.shape.init_std)
     with torch.no_grad():
-        for param in trainer.params.values():  # biases of 0 and norms of 1 would hide where they are used
-            if param.dim() == 1:
-                param.add_(0.1 * torch.randn(param.shape, generator=generator))
+        for name, param in trainer.params.items():
+            if param.dim() == 1:  # biases of 0 and norms of 1 would hide where they are used
+                drawn[name].add_(0.1 * torch.randn(param.shape, generator=generator))
+            param.copy_(drawn[name])
     trainer.export_hf(folder / "model")
     trainer.close()
     return folder / "model"

@@ -12,7 +12,7 @@ from vime_megatron.kernels import plain
 from vime_megatron.kernels.plain import HeadLayout
 from vime_megatron.losses import sft_loss
 
-NAMES = ("vime_megatron.kernels.layer", "vime_megatron.kernels.vocab")
+NAMES = ("vime_megatron.kernels.layer", "vime_megatron.kernels.vocab", "vime_megatron.kernels.norm")
 
 
 def _pure(name: str) -> bool:
@@ -21,7 +21,7 @@ def _pure(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def fused():
-    """Both kernel modules, read while Triton interprets; Triton decides that when it is imported itself."""
+    """The kernel modules, read while Triton interprets; Triton decides that when it is imported itself."""
     pytest.importorskip("triton", reason="Triton has no build for this platform")
     patch = pytest.MonkeyPatch()
     patch.setenv("TRITON_INTERPRET", "1")
@@ -50,6 +50,25 @@ def both(function, reference, inputs, rest=()):
 def test_gated_silu(fused, width):
     for got, wanted in both(fused[0].gated_silu, plain.gated_silu, [torch.randn(3, 2 * width)]):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_sum_and_norm(fused, adds, monkeypatch):
+    monkeypatch.setattr(fused[2], "_PROGRAMS", 3)  # more rows than programs
+    weight, inputs = torch.rand(48) + 0.5, [torch.randn(7, 1, 48) for _ in range(1 + adds)]
+
+    def run(module):
+        return lambda weight, x, added=None: module.add_norm(x, added, weight, 1e-6)
+
+    for got, wanted in both(run(fused[2]), run(plain), [weight, *inputs]):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_norm_is_recomputed_bit_for_bit(fused):
+    x, added, weight = (torch.randn(5, 40).half() for _ in range(3))  # the interpreter truncates to bfloat16
+    normed, total = fused[2].add_norm(x, added, weight[0], 1e-6)
+    assert torch.equal(total, x + added)
+    assert torch.equal(normed, fused[2].norm(total, weight[0], 1e-6))
 
 
 def test_query_key_value(fused):

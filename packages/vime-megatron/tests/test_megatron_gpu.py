@@ -41,6 +41,12 @@ def test_compiled_kernels_compute_what_plain_torch_does():
     assert fused.name.startswith("triton")
     x = [draw(300, 2 * 640)]
     assert_close_in_half(*(outputs_and_gradients(k.gated_silu, x) for k in (fused, PLAIN)))
+    stream = [draw(2048).abs(), draw(300, 1, 2048), draw(301, 1, 2048)[1:]]
+    assert_close_in_half(
+        *(outputs_and_gradients(lambda w, x, a, k=k: k.add_norm(x, a, w, 1e-6), stream) for k in (fused, PLAIN))
+    )
+    normed, total = fused.add_norm(stream[1], stream[2], stream[0], 1e-6)
+    assert torch.equal(normed, fused.norm(total, stream[0], 1e-6))
     layout = HeadLayout(heads=8, groups=2, width=128, eps=1e-6)
     angles = draw(300, 64, dtype=torch.float32)
     inputs = [draw(300, 12 * 128), draw(128).abs(), draw(128).abs()]
@@ -102,6 +108,19 @@ def test_a_background_save_continues_bit_for_bit(make_trainer, tiny, batch, tmp_
     handle.wait(60.0)
     trainer.load(tmp_path / "saved")
     assert [trainer.step(batch, sft_loss).loss for _ in range(2)] == wanted
+
+
+def test_fused_steps_train_as_plain_torch_does(make_trainer, tiny, batch):
+    """Triton, ragged attention and sums inside the products against none of them: gradients and losses."""
+    runs = []
+    for settings in ({}, {"kernels": "torch", "attention": "sdpa"}):
+        trainer = make_trainer(tiny, dtype="bfloat16", **settings)
+        first = trainer.step(batch, sft_loss)
+        gradients = [param.main_grad.clone() for param in trainer.params.values()]
+        runs.append((gradients, [first.loss, *(trainer.step(batch, sft_loss).loss for _ in range(3))]))
+    for name, found, wanted in zip(trainer.params, runs[0][0], runs[1][0], strict=True):
+        assert float((found - wanted).norm() / wanted.norm()) < 0.05, name
+    assert runs[0][1] == pytest.approx(runs[1][1], rel=0.02)
 
 
 def test_offload_frees_what_it_says_and_peaks_are_reported(make_trainer, tiny, batch):

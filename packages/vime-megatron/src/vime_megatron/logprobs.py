@@ -4,10 +4,12 @@ For token ``i`` with hidden state ``x``, rows ``W`` of the vocabulary and temper
 ``z = W x / T``; wanted are ``log p(y) = z_y - logsumexp(z)`` and ``H = -sum_j p_j log p_j``. Only ``c`` tokens' logits
 exist at a time, in the forward pass and again in the backward pass, which recomputes them: with the fused kernels the
 extra memory is ``c V / ranks`` values of the weights' type however long the row is (in plain torch three times that, in
-float32). The softmax is float32 whatever the weights are, and the vocabulary's gradient is summed over the chunks in
-float32.
+float32). The softmax is float32 whatever the weights are. The vocabulary's gradient is summed over the chunks in
+float32: in the trainer's gradient buffer (``weight.main_grad``) where there is one, and autograd then gets none to add;
+else in a buffer of its own, which is returned.
 
-Each rank reduces its columns to a peak, a mass and a moment relative to that peak; two small reductions join them:
+Each rank reduces its columns to a peak, a mass and a moment relative to that peak; two small reductions a row join
+them:
 with ``d = peak - max(peaks)``, a rank's share of the mass is ``exp(d) mass`` and of the moment
 ``exp(d) (moment + d mass)``.
 
@@ -84,29 +86,34 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         count = targets_t.numel()
         wide = torch.promote_types(hidden_tm.dtype, torch.float32)
-        logprobs_t = hidden_tm.new_empty(count, dtype=wide)
-        entropy_t, logsum_t = torch.empty_like(logprobs_t), torch.empty_like(logprobs_t)
+        statistics_4t = hidden_tm.new_empty(4, count, dtype=wide)
+        columns_t = _columns(targets_t, shard)
         for start in range(0, count, shard.chunk):
             span = slice(start, start + shard.chunk)
             logits_cv = _logits(hidden_tm[span], weight_vm, shard)
-            logprobs_t[span], entropy_t[span], logsum_t[span] = _reduce(logits_cv, targets_t[span], scale, shard)
+            statistics_4t[:, span] = shard.kernels.vocab_statistics(logits_cv, columns_t[span], scale)
             del logits_cv  # or two chunks' logits exist while the next ones are made
-        ctx.save_for_backward(hidden_tm, weight_vm, targets_t, entropy_t, logsum_t)
+        logprobs_t, entropy_t, logsum_t = _join(statistics_4t, shard.group)
+        ctx.save_for_backward(hidden_tm, weight_vm, columns_t, entropy_t, logsum_t)
+        ctx.sum_vm = getattr(weight_vm, "main_grad", None)  # not saved by autograd, which would refuse changes to it
         ctx.scale, ctx.shard = scale, shard
         return logprobs_t, entropy_t
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_t: Tensor, grad_entropy_t: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden_tm, weight_vm, targets_t, entropy_t, logsum_t = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logprobs_t: Tensor, grad_entropy_t: Tensor
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+        hidden_tm, weight_vm, columns_t, entropy_t, logsum_t = ctx.saved_tensors
         shard: VocabShard = ctx.shard
         grad_logprobs_t, grad_entropy_t = grad_logprobs_t.contiguous(), grad_entropy_t.contiguous()
         grad_hidden_tm = torch.empty_like(hidden_tm)
-        grad_weight_vm = torch.zeros_like(weight_vm, dtype=logsum_t.dtype)
-        for start in range(0, targets_t.numel(), shard.chunk):
+        own_sum = ctx.sum_vm is None
+        grad_weight_vm = torch.zeros_like(weight_vm, dtype=logsum_t.dtype) if own_sum else ctx.sum_vm
+        for start in range(0, columns_t.numel(), shard.chunk):
             span = slice(start, start + shard.chunk)
             grad_cv = shard.kernels.vocab_gradient(
                 _logits(hidden_tm[span], weight_vm, shard),
-                _columns(targets_t[span], shard),
+                columns_t[span],
                 ctx.scale,
                 logsum_t[span],
                 entropy_t[span],
@@ -116,21 +123,20 @@ class _TokenLogprobs(torch.autograd.Function):
             torch.mm(grad_cv, weight_vm[: shard.rows], out=grad_hidden_tm[span])
             shard.kernels.accumulate(grad_weight_vm[: shard.rows], grad_cv, hidden_tm[span])
             del grad_cv
-        return grad_hidden_tm, grad_weight_vm.to(weight_vm.dtype), None, None, None
+        return grad_hidden_tm, grad_weight_vm.to(weight_vm.dtype) if own_sum else None, None, None, None
 
 
-def _reduce(logits_cv: Tensor, targets_c: Tensor, scale: float, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probability, entropy and log-sum-exp ``[c]`` of each row, over all ranks; may overwrite the logits."""
-    columns_c = _columns(targets_c, shard)
-    peak_c, mass_c, moment_c, target_c = shard.kernels.vocab_statistics(logits_cv, columns_c, scale)
-    if shard.group is not None:
-        highest_c = peak_c.clone()
-        dist.all_reduce(highest_c, op=dist.ReduceOp.MAX, group=shard.group)
-        below_c = peak_c - highest_c
-        shrink_c = below_c.exp()
-        sums_3c = torch.stack((shrink_c * mass_c, shrink_c * (moment_c + below_c * mass_c), target_c))
-        dist.all_reduce(sums_3c, group=shard.group)
-        peak_c, (mass_c, moment_c, target_c) = highest_c, sums_3c
-    log_mass_c = mass_c.log()
-    logsum_c = log_mass_c + peak_c
-    return target_c - logsum_c, log_mass_c - moment_c / mass_c, logsum_c
+def _join(statistics_4t: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probability, entropy and log-sum-exp ``[t]`` from each rank's statistics of its own columns."""
+    peak_t, mass_t, moment_t, target_t = statistics_4t
+    if group is not None:
+        highest_t = peak_t.clone()
+        dist.all_reduce(highest_t, op=dist.ReduceOp.MAX, group=group)
+        below_t = peak_t - highest_t
+        shrink_t = below_t.exp()
+        sums_3t = torch.stack((shrink_t * mass_t, shrink_t * (moment_t + below_t * mass_t), target_t))
+        dist.all_reduce(sums_3t, group=group)
+        peak_t, (mass_t, moment_t, target_t) = highest_t, sums_3t
+    log_mass_t = mass_t.log()
+    logsum_t = log_mass_t + peak_t
+    return target_t - logsum_t, log_mass_t - moment_t / mass_t, logsum_t

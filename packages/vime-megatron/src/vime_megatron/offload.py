@@ -122,21 +122,19 @@ class Parking:
         """
         started, before = time.perf_counter(), self._free()
         copied = dropped = 0
-        for kind in kinds:
+        for kind in sorted(kinds, key=lambda kind: not self._away[kind].copied):  # zeros are laid while copies run
             moved = self._away[kind]
-            for tensor, size in zip(moved.tensors, moved.sizes, strict=True):
-                tensor.untyped_storage().resize_(size)
             if moved.copied:
-                for part, host in _pieces(moved.tensors, moved.slabs):
+                for part, host in _pieces(_grown(moved), moved.slabs):
                     part.copy_(host, non_blocking=True)
                 copied += sum(moved.sizes)
             else:
-                for tensor in moved.tensors:
+                for tensor in _grown(moved):
                     _bytes(tensor).zero_()
                 dropped += sum(moved.sizes)
-            self._synchronize()
-            self._spare += moved.slabs
-            del self._away[kind]
+        self._synchronize()
+        for kind in kinds:
+            self._spare += self._away.pop(kind).slabs
         return self._report(kinds, copied, dropped, before, started)
 
     def _leave(self, kind: str, tensors: list[Tensor]) -> _Moved:
@@ -185,7 +183,14 @@ def _bytes(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _pieces(tensors: Sequence[Tensor], slabs: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _grown(moved: _Moved) -> Iterator[Tensor]:
+    """Give storages their size again, each when it is asked for: the driver allocates one while others are copied."""
+    for tensor, size in zip(moved.tensors, moved.sizes, strict=True):
+        tensor.untyped_storage().resize_(size)
+        yield tensor
+
+
+def _pieces(tensors: Iterable[Tensor], slabs: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Lay storages end to end over the slabs; a storage may span several."""
     at = 0
     for tensor in tensors:

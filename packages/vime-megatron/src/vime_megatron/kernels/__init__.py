@@ -1,12 +1,12 @@
 """The memory-bound steps between the matrix products, and which implementation of them runs.
 
-Four steps of a decoder move far more bytes than they compute: the gated activation, the norm and rotation of queries
-and keys, the softmax over the vocabulary and the sum of weight gradients. In plain torch each is a chain of passes over
-its tensors; fused, each input is read once and each output written once.
+Five steps of a decoder move far more bytes than they compute: the residual sums with their norms, the gated activation,
+the norm and rotation of queries and keys, the softmax over the vocabulary and the sum of weight gradients. In plain
+torch each is a chain of passes over its tensors; fused, each input is read once and each output written once.
 
 ``plain`` holds them in torch, for any device and type, and is the definition that the others are tested against.
-``layer`` and ``vocab`` hold Triton kernels, which both vendors' compilers take. A trainer chooses once, says which, and
-a choice can be forced.
+``norm``, ``layer`` and ``vocab`` hold Triton kernels, which both vendors' compilers take. A trainer chooses once, says
+which, and a choice can be forced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vime_megatron.errors import PlatformError
 from vime_megatron.kernels import plain
 
 if TYPE_CHECKING:
-    from vime_megatron.kernels.plain import QueryKeyValue, VocabGradient, VocabStatistics
+    from vime_megatron.kernels.plain import AddNorm, QueryKeyValue, VocabGradient, VocabStatistics
 
 HalfTypes = (torch.bfloat16, torch.float16)
 
@@ -34,6 +34,8 @@ class Kernels:
 
     Attributes:
         name: What was chosen, for logs and reports.
+        add_norm: Differentiable sum of the residual stream and its norm.
+        norm: The norm alone, to recompute it.
         gated_silu: Differentiable ``silu(gate) * up`` of ``[..., 2f]``.
         query_key_value: Differentiable split, norm and rotation of a stacked projection.
         vocab_statistics: Softmax statistics of a block of logits.
@@ -42,6 +44,8 @@ class Kernels:
     """
 
     name: str
+    add_norm: AddNorm
+    norm: Callable[[Tensor, Tensor, float], Tensor]
     gated_silu: Callable[[Tensor], Tensor]
     query_key_value: QueryKeyValue
     vocab_statistics: VocabStatistics
@@ -51,6 +55,8 @@ class Kernels:
 
 PLAIN = Kernels(
     name="torch",
+    add_norm=plain.add_norm,
+    norm=plain.norm,
     gated_silu=plain.gated_silu,
     query_key_value=plain.query_key_value,
     vocab_statistics=plain.vocab_statistics,
@@ -71,11 +77,13 @@ def triton_kernels(device: torch.device) -> Kernels:
     Raises:
         ImportError: Triton is not installed.
     """
-    from vime_megatron.kernels import layer, vocab
+    from vime_megatron.kernels import layer, norm, vocab
 
     wide = device.type == "cuda" and plain.wide_sums_work(device)
     return Kernels(
         name="triton, float32 sums inside the matrix product" if wide else "triton",
+        add_norm=norm.add_norm,
+        norm=norm.norm,
         gated_silu=layer.gated_silu,
         query_key_value=layer.query_key_value,
         vocab_statistics=vocab.vocab_statistics,

@@ -32,6 +32,13 @@ class HeadLayout:
     eps: float
 
 
+class AddNorm(Protocol):
+    """Sum and norm."""
+
+    def __call__(self, x_tm: Tensor, added_tm: Tensor | None, weight_m: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return the normed sum and the sum."""
+
+
 class QueryKeyValue(Protocol):
     """Split, norm and rotate."""
 
@@ -50,8 +57,8 @@ class QueryKeyValue(Protocol):
 class VocabStatistics(Protocol):
     """Softmax statistics of this rank's logits."""
 
-    def __call__(self, logits_cv: Tensor, rows_c: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return peak, mass, moment and target; may overwrite the logits."""
+    def __call__(self, logits_cv: Tensor, rows_c: Tensor, scale: float) -> Tensor:
+        """Return peak, mass, moment and target ``[4, c]``; may overwrite the logits."""
 
 
 class VocabGradient(Protocol):
@@ -68,6 +75,27 @@ class VocabGradient(Protocol):
         grad_entropy_c: Tensor,
     ) -> Tensor:
         """Return the gradient in the logits' type; may overwrite the logits."""
+
+
+def add_norm(x_tm: Tensor, added_tm: Tensor | None, weight_m: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add to the residual stream and norm it (RMS norm, arXiv 1910.07467).
+
+    Args:
+        x_tm: The residual stream ``[..., m]``.
+        added_tm: What a block of the model adds, or ``None``.
+        weight_m: Weight of the norm.
+        eps: Added to the mean square.
+
+    Returns:
+        The normed sum, and the sum for those further down the stream, in the type of ``x_tm``.
+    """
+    sum_tm = x_tm if added_tm is None else x_tm + added_tm
+    return norm(sum_tm, weight_m, eps), sum_tm
+
+
+def norm(x_tm: Tensor, weight_m: Tensor, eps: float) -> Tensor:
+    """Return ``x / rms(x) * weight`` over the last axis, statistics in float32."""
+    return F.rms_norm(x_tm, weight_m.shape, weight_m, eps)
 
 
 def gated_silu(x_t2f: Tensor) -> Tensor:
@@ -136,7 +164,7 @@ def query_key_value(
     return rotate(q_the, cos_td, sin_td), rotate(k_tge, cos_td, sin_td), v_tge
 
 
-def vocab_statistics(logits_cv: Tensor, rows_c: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def vocab_statistics(logits_cv: Tensor, rows_c: Tensor, scale: float) -> Tensor:
     """Reduce each row ``z = scale * logits`` to what its softmax needs, in float32 (float64 for float64 logits).
 
     Args:
@@ -145,7 +173,7 @@ def vocab_statistics(logits_cv: Tensor, rows_c: Tensor, scale: float) -> tuple[T
         scale: One over the temperature.
 
     Returns:
-        ``[c]`` each: ``peak = max z``, ``mass = sum exp(z - peak)``, ``moment = sum exp(z - peak) (z - peak)``, and the
+        ``[4, c]``: ``peak = max z``, ``mass = sum exp(z - peak)``, ``moment = sum exp(z - peak) (z - peak)``, and the
         target's ``z`` (0 where another rank holds it).
     """
     z_cv = logits_cv.to(_wide(logits_cv)) * scale
@@ -153,7 +181,7 @@ def vocab_statistics(logits_cv: Tensor, rows_c: Tensor, scale: float) -> tuple[T
     peak_c = z_cv.amax(dim=-1)
     z_cv.sub_(peak_c[:, None])
     exp_cv = z_cv.exp()
-    return peak_c, exp_cv.sum(dim=-1), exp_cv.mul_(z_cv).sum(dim=-1), target_c
+    return torch.stack((peak_c, exp_cv.sum(dim=-1), exp_cv.mul_(z_cv).sum(dim=-1), target_c))
 
 
 def vocab_gradient(

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK_V = 4096  # columns of a row that one program holds at a time
+_WARPS = 8
 
 
 @triton.jit
@@ -63,16 +64,15 @@ def _gradient(  # type: ignore[no-untyped-def]
     tl.store(at, (grad * scale).to(logits_ptr.dtype.element_ty), mask=inside)
 
 
-def vocab_statistics(logits_cv: Tensor, rows_c: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def vocab_statistics(logits_cv: Tensor, rows_c: Tensor, scale: float) -> Tensor:
     """Reduce each row; see :func:`vime_megatron.kernels.plain.vocab_statistics`. The logits are left as they are."""
     count, width = logits_cv.shape
     out = torch.empty(4, count, device=logits_cv.device, dtype=torch.float32)
     if count:
         _statistics[(count,)](
-            logits_cv, rows_c, out, width, logits_cv.stride(0), count, scale, BLOCK=_BLOCK_V, num_warps=8
+            logits_cv, rows_c, out, width, logits_cv.stride(0), count, scale, BLOCK=_BLOCK_V, num_warps=_WARPS
         )
-    peak_c, mass_c, moment_c, target_c = out
-    return peak_c, mass_c, moment_c, target_c
+    return out
 
 
 def vocab_gradient(
@@ -89,6 +89,6 @@ def vocab_gradient(
     if count:
         _gradient[(count, triton.cdiv(width, _BLOCK_V))](
             logits_cv, rows_c, logsum_c, entropy_c, grad_logprob_c, grad_entropy_c,
-            width, logits_cv.stride(0), scale, BLOCK=_BLOCK_V, num_warps=8,
+            width, logits_cv.stride(0), scale, BLOCK=_BLOCK_V, num_warps=_WARPS,
         )  # fmt: skip
     return logits_cv

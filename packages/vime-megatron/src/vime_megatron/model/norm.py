@@ -1,4 +1,4 @@
-"""RMS norm in plain torch, for Megatron specs and under sequence parallelism.
+"""RMS norm, alone or with the residual sum before it, for Megatron specs and under sequence parallelism.
 
 Megatron wraps torch's norms but refuses sequence parallelism with them. All it takes is a mark on the weight: each rank
 norms its own tokens, and Megatron adds the marked weights' gradients over the tensor-parallel ranks.
@@ -11,6 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
+from vime_megatron.kernels import PLAIN, Kernels
 from vime_megatron.model.recompute import offer
 
 
@@ -23,9 +24,11 @@ class RMSNorm(torch.nn.Module):
         eps: Added to the mean square.
 
     Attributes:
+        kernels: What adds and norms.
         selective: Send a recipe with the result, so that its consumer need not keep it.
     """
 
+    kernels: Kernels = PLAIN
     selective: bool = False
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
@@ -38,8 +41,20 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` ``[..., hidden_size]``."""
-        normed = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def with_residual(self, residual: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Add to the residual stream and normalise it.
+
+        Args:
+            residual: ``[..., hidden_size]``.
+            added: What a block adds to it, or ``None``.
+
+        Returns:
+            The normed stream, and the stream to go on with.
+        """
+        normed, total = self.kernels.add_norm(residual, added, self.weight, self.eps)
         if not self.selective:
-            return normed
-        kept, weight = x.detach(), self.weight.detach()
-        return offer(normed, lambda: F.rms_norm(kept, weight.shape, weight, self.eps))
+            return normed, total
+        kept, weight = total.detach(), self.weight.detach()
+        return offer(normed, lambda: self.kernels.norm(kept, weight, self.eps)), total

@@ -22,6 +22,8 @@ from vime_megatron.families.shape import ModelShape
 from vime_megatron.kernels import PLAIN, Kernels
 from vime_megatron.model.attention import StackedSelfAttention
 from vime_megatron.model.core_attention import CoreAttention
+from vime_megatron.model.gradients import sum_in_place
+from vime_megatron.model.layer import DecoderLayer
 from vime_megatron.model.mlp import GatedMLP
 from vime_megatron.model.moe import MixtureOfExperts
 from vime_megatron.model.norm import RMSNorm
@@ -146,7 +148,9 @@ def build_policy(
     """
     megatron = transformer_config(shape, config)
     check_fusions(megatron)
+    sum_in_place(megatron, kernels)  # after the check: these kernels have what the extension would bring
     layer = get_gpt_layer_local_spec(qk_layernorm=False, normalization="RMSNorm")
+    layer.module = DecoderLayer
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attention = ModuleSpec(
@@ -171,7 +175,7 @@ def build_policy(
 def _settle(model: PolicyModel, kernels: Kernels, *, selective: bool) -> None:
     """Hand the trainer's choices to the modules that Megatron has built."""
     for module in model.modules():
-        if isinstance(module, StackedSelfAttention | GatedMLP | MixtureOfExperts):
+        if isinstance(module, StackedSelfAttention | GatedMLP | MixtureOfExperts | RMSNorm):
             module.kernels = kernels
         if isinstance(module, RMSNorm | GatedMLP):
             module.selective = selective
