@@ -2,6 +2,7 @@
 
     python integration/matrix/cli.py list
     python integration/matrix/cli.py run --where python=3.12 --where vllm=0.32 --checks light interface
+    python integration/matrix/cli.py run --checks pipeline --cover 2    until every two values were run together
     python integration/matrix/cli.py run                    everything that this machine can (`make matrix`): hours
     python integration/matrix/cli.py table                  write the table in integration/README.md again
 
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -23,11 +25,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from vime_matrix import checks, results, table
+from vime_matrix.covering import standing_for
 from vime_matrix.definition import ROOT, Cell, Definition, load, select
 from vime_matrix.machine import this_machine, why_no_environment, why_no_pipeline
 from vime_matrix.running import Place, make_environment, present_commit, record, run_check
 
-CHECKS = (*checks.UNITS, "interface", "pipeline")
+ENVIRONMENT_CHECKS = (*checks.UNITS, "interface")
+CHECKS = (*ENVIRONMENT_CHECKS, "pipeline")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run what this machine can, and write the table")
     _where(run)
     run.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS))
+    run.add_argument("--cover", type=int, default=0, metavar="N", help="only what every N values together still need")
     run.add_argument("--folder", type=Path, default=ROOT / ".tools" / "matrix", help="environments and logs")
     run.add_argument("--uv", type=Path, default=None, help="the uv to use; by default one beside this Python, or found")
     run.set_defaults(run=_run)
@@ -90,40 +95,49 @@ def _run(options: argparse.Namespace) -> int:
     beside = Path(sys.executable).with_name("uv")
     uv = options.uv or (beside if beside.exists() else Path(shutil.which("uv") or "uv"))
     place = Place(options.folder, uv, this_machine(options.folder), present_commit())
-    groups: dict[str, list[Cell]] = {}
-    for cell in _selected(options, definition):
-        groups.setdefault(cell.environment, []).append(cell)
+    wanted, skipped = _planned(definition, options, place)
+    results.withdraw((cell.environment, check) for cell, check in wanted)
+    if options.cover:
+        wanted = standing_for(definition, wanted, results.read(), options.cover)
     failed = 0
-    for cells in groups.values():
-        for done in _environment(definition, cells, options, place):
-            results.keep(done)
-            failed += done.outcome == "failed"
-            print(
-                f"{done.environment} {done.check}: {done.outcome} after {done.seconds:g} s; {done.detail}", flush=True
-            )
+    for done in itertools.chain(skipped, _made(definition, wanted, place)):
+        results.keep(done)
+        failed += done.outcome == "failed"
+        print(f"{done.environment} {done.check}: {done.outcome} after {done.seconds:g} s; {done.detail}", flush=True)
     table.write(definition, results.read())
     return int(bool(failed))
 
 
-def _environment(
-    definition: Definition, cells: list[Cell], options: argparse.Namespace, place: Place
-) -> Iterator[results.Record]:
-    """Yield the records of one environment, each as soon as it is known."""
-    first = cells[0]
-    reason = why_no_environment(first, place.machine, place.uv)
-    planned = [(first, check, reason) for check in (*checks.UNITS, "interface") if check in options.checks]
-    if "pipeline" in options.checks:
-        planned += [(cell, cell.pipeline, reason or why_no_pipeline(cell, place.machine)) for cell in cells]
-    yield from (record(cell, check, "skipped", place, 0.0, why) for cell, check, why in planned if why)
-    wanted = [(cell, check) for cell, check, why in planned if not why]
-    if not wanted:
-        return
-    python, broken = make_environment(definition, first, place)
-    for cell, check in wanted:
-        if python is None:
-            yield record(cell, check, "failed", place, 0.0, broken)
-        else:
-            yield run_check(python, cell, check, place)
+def _planned(
+    definition: Definition, options: argparse.Namespace, place: Place
+) -> tuple[list[tuple[Cell, str]], list[results.Record]]:
+    """Return the checks that can be made here, by environment, and the records of those that cannot."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in _selected(options, definition):
+        groups.setdefault(cell.environment, []).append(cell)
+    wanted, skipped = [], []
+    for cells in groups.values():
+        first = cells[0]
+        reason = why_no_environment(first, place.machine, place.uv)
+        planned = [(first, check, reason) for check in ENVIRONMENT_CHECKS if check in options.checks]
+        if "pipeline" in options.checks:
+            planned += [(c, c.pipeline, reason or why_no_pipeline(definition, c, place.machine)) for c in cells]
+        wanted += [(cell, check) for cell, check, why in planned if not why]
+        skipped += [record(cell, check, "skipped", place, 0.0, why) for cell, check, why in planned if why]
+    return wanted, skipped
+
+
+def _made(definition: Definition, wanted: list[tuple[Cell, str]], place: Place) -> Iterator[results.Record]:
+    """Make checks, and yield each record as soon as it is known."""
+    for _, group in itertools.groupby(wanted, key=lambda item: item[0].environment):
+        checked = list(group)
+        python, broken = make_environment(definition, checked[0][0], place)
+        for cell, check in checked:
+            if python is None:
+                yield record(cell, check, "failed", place, 0.0, broken)
+            else:
+                refusal = definition.refusal(cell) if check == cell.pipeline else None
+                yield run_check(python, cell, check, place, refusal)
 
 
 def _check(options: argparse.Namespace) -> int:

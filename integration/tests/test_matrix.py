@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -17,7 +18,7 @@ MATRIX = Path(__file__).resolve().parents[1] / "matrix"
 sys.path.insert(0, str(MATRIX))
 
 from vime_matrix import results, table  # noqa: E402
-from vime_matrix.definition import ROOT, Cell, Definition, Exclusion, load, select  # noqa: E402
+from vime_matrix.definition import AXES, ROOT, Cell, Definition, Exclusion, Refusal, load, select  # noqa: E402
 from vime_matrix.machine import Machine, why_no_environment, why_no_pipeline  # noqa: E402
 from vime_matrix.results import Record  # noqa: E402
 from vime_matrix.running import Place, panel, record, run_check, run_logged  # noqa: E402
@@ -36,6 +37,7 @@ def test_the_definition_is_sound_and_has_every_axis(definition: Definition) -> N
     assert len(definition.cells) == 120
     assert len(definition.whole) == 144
     assert len(definition.environments()) == 15
+    assert tuple(tomllib.loads((MATRIX / "pyproject.toml").read_text())["tool"]["vime-matrix"]["axes"]) == AXES
     assert CELL.name in {cell.name for cell in definition.cells}
     assert CELL.name == "py3.12-0.32-newest-async-dense-2", "as hatch names it"
 
@@ -73,6 +75,8 @@ def test_the_matrix_and_the_workspace_install_the_same(definition: Definition) -
 )
 def test_a_contradiction_is_found(definition: Definition, rules: tuple[Exclusion, ...], text: str) -> None:
     assert any(text in problem for problem in replace(definition, excluded=rules).problems())
+    nowhere = replace(definition, refused=(Refusal({"vllm": "0.1"}, "PlanError", "old"),))
+    assert nowhere.problems() == ["{'vllm': '0.1'} refuses nothing"]
     twice = replace(definition, cells=(*definition.cells, definition.cells[0]))
     assert "two products share a cell" in twice.problems()
 
@@ -82,7 +86,7 @@ def test_cells_are_selected_by_value(definition: Definition) -> None:
     assert select(definition.cells, {"python": "3.12", "tp": "9"}) == []
 
 
-def test_a_machine_says_what_it_lacks(tmp_path: Path) -> None:
+def test_a_machine_says_what_it_lacks(definition: Definition, tmp_path: Path) -> None:
     uv = tmp_path / "uv"
     uv.write_text("#!/bin/sh\nexit 2\n")
     uv.chmod(0o755)
@@ -91,11 +95,19 @@ def test_a_machine_says_what_it_lacks(tmp_path: Path) -> None:
     assert "GiB free" in why_no_environment(CELL, replace(BIG, free_bytes=1 << 30), uv)
     uv.write_text("#!/bin/sh\necho /usr/bin/python3.12\n")
     assert why_no_environment(CELL, BIG, uv) == ""
-    assert why_no_pipeline(CELL, BIG) == ""
-    assert "needs 4 cores" in why_no_pipeline(CELL, replace(BIG, cores=2))
-    assert "reorder experts" in why_no_pipeline(replace(CELL, model="moe"), BIG)
-    assert "needs 4 GPUs" in why_no_pipeline(CELL, replace(BIG, gpus=2))
-    assert why_no_pipeline(replace(CELL, mode="colocated"), replace(BIG, gpus=2)) == ""
+    assert why_no_pipeline(definition, CELL, BIG) == ""
+    assert why_no_pipeline(definition, CELL, replace(BIG, cores=2)) == ""
+    assert "needs 2 cores" in why_no_pipeline(definition, CELL, replace(BIG, cores=1))
+    assert "needs 4 GPUs" in why_no_pipeline(definition, CELL, replace(BIG, gpus=2))
+    assert why_no_pipeline(definition, replace(CELL, mode="colocated"), replace(BIG, gpus=2)) == ""
+
+
+def test_of_what_is_refused_one_pipeline_an_environment_is_the_witness(definition: Definition) -> None:
+    old = select(definition.cells, {"vllm": "0.28", "python": "3.12", "megatron": "newest"})
+    reasons = {cell.pipeline: why_no_pipeline(definition, cell, BIG) for cell in old}
+    assert [name for name, why in reasons.items() if not why] == ["colocated-dense-1"]
+    assert all("(PlanError), as colocated dense 1 shows" in why for why in reasons.values() if why)
+    assert why_no_pipeline(definition, old[-1], replace(BIG, gpus=8)) == "", "it is a CPU engine that is refused"
 
 
 def done(check: str = "light", outcome: results.Outcome = "passed", detail: str = "12 passed") -> Record:
@@ -115,18 +127,25 @@ def test_records_are_kept_by_check_and_a_skip_displaces_no_run(tmp_path: Path) -
     }
     results.keep(done("light", "failed", "1 failed"), path)
     assert results.read(path)["py3.12-0.32-newest", "light"].outcome == "failed", "a run displaces a run"
+    results.keep(done("megatron", "skipped", "no disk"), path)
+    results.withdraw([("py3.12-0.32-newest", "megatron"), ("py3.12-0.32-newest", "interface")], path)
+    assert {check for _, check in results.read(path)} == {"light", "interface"}, "only a skip is withdrawn"
 
 
-def test_the_table_says_run_failed_skipped_or_unconfirmed(definition: Definition) -> None:
+def test_the_table_says_run_refused_failed_skipped_or_unconfirmed(definition: Definition) -> None:
     found = [done(), done("interface", "failed", "two vLLMs"), done("async-moe-2", "skipped", "two vLLMs")]
+    found.append(done("colocated-dense-1", "refused", "PlanError: a loader"))
     text = table.markdown(definition, {(item.environment, item.check): item for item in found})
     rows = [line for line in text.splitlines() if line.startswith("| py")]
     assert len(rows) == 15
     row = next(line for line in rows if line.startswith("| py3.12 0.32 newest"))
-    assert "| run 2026-01-02 | unconfirmed | **failed** 2026-01-02 (1) |" in row
-    assert row.rstrip(" |").endswith("skipped (1)")
-    assert row.count("unconfirmed") == 8
+    assert re.search(
+        r"\| run 2026-01-02 \| unconfirmed \(\d\) \| \*\*failed\*\* 2026-01-02 \((\d)\) \| refused 2026-01-02 \(", row
+    )
+    assert re.search(r"skipped \(\d\) \|$", row)
+    assert row.count("unconfirmed") == 7
     assert text.count("two vLLMs") == 1
+    assert "unconfirmed |" not in text, "what was not run has a reason too"
     assert "Python 3.12 from 0.17" in text
 
 
@@ -160,6 +179,19 @@ def test_a_check_runs_with_the_interpreter_of_its_environment(place: Place, tmp_
     assert run_check(python, CELL, "light", place).detail == "light: ended with 139: Segmentation fault"
 
 
+@pytest.mark.parametrize(("title", "outcome"), [("PlanError", "refused"), ("SyncError", "failed")])
+def test_only_the_expected_refusal_is_one(place: Place, tmp_path: Path, title: str, outcome: str) -> None:
+    python = tmp_path / "python"
+    says = f"echo '╭─ {title} ───╮'; echo '│ a loader │'"
+    answer = json.dumps({"passed": False, "detail": "exit 4"})
+    python.write_text(f'#!/bin/sh\n{says}\nwhile [ "$1" != --answer ]; do shift; done\necho \'{answer}\' > "$2"\n')
+    python.chmod(0o755)
+    found = run_check(python, CELL, "colocated-dense-1", place, Refusal({}, "PlanError", "no loaders"))
+    assert found.outcome == outcome
+    assert f"{title}: a loader" in found.detail
+    assert ("Why: no loaders" in found.detail) == (outcome == "refused")
+
+
 def test_the_error_of_a_run_is_its_reason(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("on the way\n╭─ PlanError ───╮\n│ a loader       │\n│ where  layer 0 │\n╰───╯\nfailed: exit 4\n")
@@ -173,8 +205,10 @@ def test_a_check_that_hangs_is_ended(tmp_path: Path) -> None:
     assert status is None
 
 
-def test_a_record_holds_no_path_of_this_machine(place: Place) -> None:
-    assert str(ROOT) not in record(CELL, "light", "failed", place, 1.0, f"broken in {ROOT}/packages").detail
+def test_a_record_holds_nothing_of_this_machine_or_this_run(place: Place) -> None:
+    text = f"broken in {ROOT}/packages where http://127.0.0.1:51557: a loader"
+    found = record(CELL, "light", "failed", place, 1.0, text).detail
+    assert found == "broken in /packages where an engine: a loader"
 
 
 def test_the_command_lists_the_cells_and_refuses_an_unknown_axis() -> None:

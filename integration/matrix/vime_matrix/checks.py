@@ -93,7 +93,8 @@ def pipeline(name: str, folder: Path) -> tuple[bool, str]:
                 "tracking.console=plain", f"trainer.tensor_parallel={tp}", f"engine.tensor_parallel={tp}",
                 "guards.logprob_difference_action=warn"]  # fmt: skip
     if model == "moe":
-        settings.append(f"model.path={make_moe(folder / 'model')}")
+        # vLLM's CPU kernels reorder experts once they are loaded, so a copy cannot reach them; its own loaders can.
+        settings += [f"model.path={make_moe(folder / 'model')}", "sync.reload=true"]
     command = [sys.executable, "-c", "from vime_grpo.cli import main; main()", "train"]
     command += [str(ROOT / "integration" / "examples" / EXAMPLES[mode])]
     command += [part for text in settings for part in ("--set", text)]

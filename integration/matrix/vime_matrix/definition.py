@@ -17,6 +17,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parents[1]
 ROOT = FOLDER.parents[1]
 ENVIRONMENT_AXES = ("python", "vllm", "megatron")
+AXES = (*ENVIRONMENT_AXES, "mode", "model", "tp")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -73,6 +74,25 @@ class Exclusion:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """What vime refuses by name on a CPU, though it can be installed.
+
+    Attributes:
+        where: Axis to value; the pipelines of a cell that has all of them are refused.
+        error: Name of the error that says so.
+        reason: Why.
+    """
+
+    where: Mapping[str, str]
+    error: str
+    reason: str
+
+    def matches(self, cell: Cell) -> bool:
+        """Say whether the pipelines of a cell are refused by this."""
+        return all(getattr(cell, axis) == value for axis, value in self.where.items())
+
+
+@dataclass(frozen=True, slots=True)
 class Definition:
     """The matrix.
 
@@ -80,12 +100,14 @@ class Definition:
         cells: What is meant to work, in hatch's order.
         whole: Every combination of the axes' values.
         excluded: What is left out, and why.
+        refused: What is refused on a CPU, and why.
         hatch: The settings of the environment, for dependencies.
     """
 
     cells: tuple[Cell, ...]
     whole: tuple[Cell, ...]
     excluded: tuple[Exclusion, ...]
+    refused: tuple[Refusal, ...]
     hatch: Mapping[str, Any]
 
     def environments(self) -> dict[str, Cell]:
@@ -113,6 +135,10 @@ class Definition:
             text.replace("{root:parent:parent:uri}", root.as_uri()) for text in [*self.hatch["dependencies"], *chosen]
         ]
 
+    def refusal(self, cell: Cell) -> Refusal | None:
+        """Return what refuses a cell's pipelines on a CPU, if anything does."""
+        return next((rule for rule in self.refused if rule.matches(cell)), None)
+
     def problems(self) -> list[str]:
         """List where products and exclusions contradict each other; none where the definition is sound."""
         found = []
@@ -123,7 +149,10 @@ class Definition:
         ]
         found += [f"{cell.name} has a value that no axis lists" for cell in set(self.cells) - set(self.whole)]
         found += [f"{rule.where} excludes nothing" for rule in self.excluded if not any(map(rule.matches, self.whole))]
-        found += [f"{rule.where} has no reason" for rule in self.excluded if not rule.reason.strip()]
+        found += [f"{rule.where} refuses nothing" for rule in self.refused if not any(map(rule.matches, self.cells))]
+        reasons = [(rule.where, rule.reason) for rule in self.excluded]
+        reasons += [(rule.where, rule.reason) for rule in self.refused]
+        found += [f"{where} has no reason" for where, reason in reasons if not reason.strip()]
         if len(self.cells) != len(set(self.cells)):
             found.append("two products share a cell")
         return sorted(found)
@@ -145,7 +174,8 @@ def load(path: Path = FOLDER / "pyproject.toml") -> Definition:
     stack, ours = tool["hatch"]["envs"]["stack"], tool["vime-matrix"]
     cells = [cell for product in stack["matrix"] for cell in _expand(ours["axes"], product)]
     excluded = tuple(Exclusion(rule["where"], rule["reason"]) for rule in ours["excluded"])
-    return Definition(tuple(cells), tuple(_expand(ours["axes"], ours["values"])), excluded, stack)
+    refused = tuple(Refusal(rule["where"], rule["error"], rule["reason"]) for rule in ours["refused"])
+    return Definition(tuple(cells), tuple(_expand(ours["axes"], ours["values"])), excluded, refused, stack)
 
 
 def select(cells: Sequence[Cell], where: Mapping[str, str]) -> list[Cell]:

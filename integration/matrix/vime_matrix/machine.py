@@ -11,10 +11,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from vime_matrix.definition import Cell
+from vime_matrix.definition import Cell, Definition
 
 ENVIRONMENT_BYTES = 12 << 30  # a fresh environment, where the package cache is on another disk
-CORES_OF_TP_2 = 4  # two trainer ranks and two engine workers spin; on fewer cores a run takes tens of minutes
 FIND_DEADLINE_S = 60.0
 
 
@@ -73,19 +72,23 @@ def why_no_environment(cell: Cell, machine: Machine, uv: Path) -> str:
     return ""
 
 
-def why_no_pipeline(cell: Cell, machine: Machine) -> str:
-    """Say why a pipeline of a cell cannot be run here."""
+def why_no_pipeline(definition: Definition, cell: Cell, machine: Machine) -> str:
+    """Say why a pipeline of a cell cannot be run here.
+
+    Args:
+        definition: The matrix; the first pipeline of an environment is the witness of what is refused there.
+        cell: The cell.
+        machine: This machine.
+    """
     tp = int(cell.tp)
     if machine.gpus:
         needed = 2 * tp if cell.mode == "async" else tp
         return "" if machine.gpus >= needed else f"needs {needed} GPUs, this machine has {machine.gpus}"
-    if cell.model == "moe":
-        return (
-            "vLLM's CPU kernels reorder experts after they are loaded, so vime-sync refuses to copy into them "
-            "(UnplannableError, seen on 2026-11-30), and the pipelines do not reload"
-        )
-    if tp > 1 and machine.cores < CORES_OF_TP_2:
-        return f"tensor parallelism on a CPU needs {CORES_OF_TP_2} cores, this machine has {machine.cores}"
+    rule, witness = definition.refusal(cell), definition.environments()[cell.environment]
+    if rule is not None and cell != witness:
+        return f"refused by name ({rule.error}), as {witness.pipeline.replace('-', ' ')} shows: {rule.reason}"
+    if machine.cores < tp:
+        return f"needs {tp} cores, this machine has {machine.cores}"
     return ""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vime_matrix.definition import FOLDER, ROOT, Cell, Definition
+from vime_matrix.definition import FOLDER, ROOT, Cell, Definition, Refusal
 from vime_matrix.machine import Machine, interpreter
 from vime_matrix.results import Outcome, Record
 
@@ -25,6 +26,7 @@ CHECK_DEADLINE_S = {"light": 1200.0, "megatron": 2400.0, "interface": 300.0}
 PIPELINE_DEADLINE_S = 900.0
 GIT_DEADLINE_S = 30.0
 TAIL = 300
+ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def make_environment(definition: Definition, cell: Cell, place: Place) -> tuple[
     return python, ""
 
 
-def run_check(python: Path, cell: Cell, check: str, place: Place) -> Record:
+def run_check(python: Path, cell: Cell, check: str, place: Place, refusal: Refusal | None = None) -> Record:
     """Run one check in an environment.
 
     Args:
@@ -97,6 +99,7 @@ def run_check(python: Path, cell: Cell, check: str, place: Place) -> Record:
         cell: A cell of it.
         check: ``light``, ``megatron``, ``interface`` or a pipeline.
         place: Where.
+        refusal: What the check is expected to be refused by, if anything.
 
     Returns:
         What came of it.
@@ -113,15 +116,19 @@ def run_check(python: Path, cell: Cell, check: str, place: Place) -> Record:
         if not answer.is_file():
             return record(cell, check, "failed", place, seconds, f"{check}: ended with {status}: {tail(log)}")
         found = json.loads(answer.read_text(encoding="utf-8"))
-    outcome: Outcome = "passed" if found["passed"] else "failed"
-    detail = found["detail"] if found["passed"] else f"{check}: {panel(log) or found['detail']}"
-    return record(cell, check, outcome, place, seconds, detail)
+    if found["passed"]:
+        return record(cell, check, "passed", place, seconds, found["detail"])
+    error = panel(log) or found["detail"]
+    if refusal is not None and error.startswith(f"{refusal.error}:"):
+        return record(cell, check, "refused", place, seconds, f"{error}. Why: {refusal.reason}")
+    return record(cell, check, "failed", place, seconds, f"{check}: {error}")
 
 
 def record(cell: Cell, check: str, outcome: Outcome, place: Place, seconds: float, detail: str) -> Record:
     """Make a record of today."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    flat = " ".join(detail.replace(str(ROOT), "").split())[: 2 * TAIL]
+    # Without what differs from run to run: the same reason is one note of the table.
+    flat = " ".join(ADDRESS.sub("an engine", detail.replace(str(ROOT), "")).split())[: 2 * TAIL]
     return Record(
         cell.environment, check, outcome, today, place.commit, place.machine.describe(), round(seconds, 1), flat
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from vime_matrix.definition import FOLDER, Definition
+from vime_matrix.covering import stood_for
+from vime_matrix.definition import FOLDER, Cell, Definition
 from vime_matrix.results import Record
 
 README = FOLDER.parent / "README.md"
@@ -30,8 +31,13 @@ def markdown(definition: Definition, records: Mapping[tuple[str, str], Record]) 
         f"| environment | {' | '.join(column.replace('-', ' ') for column in columns)} |",
         f"|---|{'---|' * len(columns)}",
     ]
-    for environment in definition.environments():
-        cells = [_cell(records.get((environment, column)), notes) for column in columns]
+    by_name = {(cell.environment, cell.pipeline): cell for cell in definition.cells}
+    for environment, first in definition.environments().items():
+        cells = []
+        for column in columns:
+            record = records.get((environment, column))
+            why = "" if record else _why_not(definition, by_name.get((environment, column), first), column, records)
+            cells.append(_cell(record, why, notes))
         lines.append(f"| {environment.replace('-', ' ')} | {' | '.join(cells)} |")
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))] if notes else []
     lines += ["", "Left out of the matrix:", ""]
@@ -63,12 +69,25 @@ def write(definition: Definition, records: Mapping[tuple[str, str], Record], pat
     path.write_text(put_into(text, markdown(definition, records)), encoding="utf-8")
 
 
-def _cell(record: Record | None, notes: list[str]) -> str:
-    if record is None:
-        return "unconfirmed"
-    if record.outcome == "passed":
+def _cell(record: Record | None, why: str, notes: list[str]) -> str:
+    if record is not None and record.outcome == "passed":
         return f"run {record.date}"
-    if record.detail not in notes:
-        notes.append(record.detail)
-    number = notes.index(record.detail) + 1
-    return f"**failed** {record.date} ({number})" if record.outcome == "failed" else f"skipped ({number})"
+    note = why if record is None else record.detail
+    if note not in notes:
+        notes.append(note)
+    number = notes.index(note) + 1
+    if record is None:
+        return f"unconfirmed ({number})"
+    words = {"failed": f"**failed** {record.date}", "refused": f"refused {record.date}"}
+    return f"{words.get(record.outcome, 'skipped')} ({number})"
+
+
+def _why_not(definition: Definition, cell: Cell, check: str, records: Mapping[tuple[str, str], Record]) -> str:
+    """Say what stands for a check that was not made."""
+    strength = stood_for(definition, cell, check, records)
+    if not strength:
+        return "not run, and one of its values was in no run of this kind"
+    if strength == 1:
+        return "not run; each of its values was in another run of this kind"
+    number = {2: "two", 3: "three"}.get(strength, str(strength))
+    return f"not run; every {number} of its values were together in another run of this kind"
