@@ -4,7 +4,8 @@
 #     fetch_commit.sh DIRECTORY ADDRESS COMMIT [TAG]
 #
 # With a tag, the tag is what is fetched (build systems read the version from it) and it must point at the commit.
-# One commit deep: history has no place in an image.
+# One commit deep: history has no place in an image. COMMITS names a file that keeps a line `NAME COMMIT` for each, NAME
+# being the last part of DIRECTORY.
 set -eu
 
 directory=${1:?directory}
@@ -24,4 +25,8 @@ else
 fi
 # The assertion stands before the submodules: nothing of an unexpected commit is followed.
 python3 "$here/assert_commit.py" "$directory" "$commit" ${tag:+--tag "$tag"}
+# A source tree is removed once it is built, and what was installed from it does not always remember its commit.
+if [ -n "${COMMITS:-}" ]; then
+    printf '%s %s\n' "$(basename "$directory")" "$commit" >> "$COMMITS"
+fi
 git -C "$directory" submodule --quiet update --init --recursive --depth 1

@@ -71,9 +71,10 @@ def test_a_folder_without_history_is_an_error(tmp_path: Path) -> None:
         assert_commit.check(tmp_path, "0" * 40)
 
 
-def fetch(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def fetch(*arguments: str | Path, commits: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(FETCH), *map(str, arguments)],
+        env=os.environ | {"COMMITS": commits},
         capture_output=True,
         text=True,
         timeout=60,
@@ -89,6 +90,15 @@ def test_fetches_one_commit(origin: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert (tmp_path / name / "file").read_text() == "1"
         assert git(tmp_path / name, "rev-list", "--count", "HEAD") == "1"
+
+
+def test_what_was_fetched_is_kept_for_the_manifest(origin: Path, tmp_path: Path) -> None:
+    first, record = git(origin, "rev-parse", "v1^{commit}"), tmp_path / "commits"
+    for name in ("megatron", "vllm"):
+        assert fetch(tmp_path / name, f"file://{origin}", first, commits=str(record)).returncode == 0
+    assert record.read_text() == f"megatron {first}\nvllm {first}\n"
+    assert fetch(tmp_path / "other", f"file://{origin}", "0" * 40, commits=str(record)).returncode != 0
+    assert "other" not in record.read_text(), "what is not what it should be is not recorded"
 
 
 def test_fetching_a_moved_tag_fails(origin: Path, tmp_path: Path) -> None:

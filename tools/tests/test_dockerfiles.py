@@ -67,6 +67,9 @@ def test_every_fetch_is_asserted(path: Path) -> None:
             assert "assert_commit.py" in text
         if "fetch_commit.sh" in text:
             assert re.search(r'\.git "\$[({]', text), "the commit is an argument, or read from an asserted tree"
+    for name, text in last_stage(path):
+        if name == "RUN" and "fetch_commit.sh" in text:
+            assert "COMMITS=/opt/vime/image/commits " in text, "what the image is built from is kept in it"
 
 
 @each
