@@ -167,10 +167,11 @@ def pinning() -> dict[str, Any]:
         device.copy_(host, non_blocking=True)
         torch.cuda.synchronize()
         copied = time.perf_counter() - started
+        pinned = host.is_pinned()
         release()
         results[name] = {
             "gb_s": round(size / spent / 1e9, 2), "touched_s": touched, "seconds": round(spent, 3),
-            "pinned": host.is_pinned(), "to_device_gb_s": round(size / copied / 1e9, 1),
+            "pinned": pinned, "to_device_gb_s": round(size / copied / 1e9, 1),
         }  # fmt: skip
         print(name, results[name], flush=True)
     return results

@@ -125,14 +125,15 @@ def _extras(
         kept = ("ms", "tok_s", "tflops_6n", "peak_gb")
         summary["compare"] = {case: [row[key] for key in kept] for case, row in result["compare"].items()}
         _save(arm, options, result)
-    if spec.get("pinning"):
-        result["pinning"] = summary["pinning"] = compare.pinning()
-        result["pinned"] = summary["pinned"] = micro.pinned()
     if "cycles" in spec:
         result["offload"] = compare.offload_cycles(trainer, batch, spec["cycles"])
         kept = ("allocated", "out_gb_s", "back_gb_s")
         summary["offload"] = [[row[key] for key in kept] for row in result["offload"]]
         _save(arm, options, result)
+    if spec.get("pinning"):
+        result["pinned"] = summary["pinned"] = micro.pinned()
+        _save(arm, options, result)
+        result["pinning"] = summary["pinning"] = compare.pinning()
     if spec.get("offload"):
         result["offload"] = _offload(trainer, batch)
         summary["offload"] = result["offload"][-1]
