@@ -217,8 +217,8 @@ def _differences(config: RunConfig, engine: EngineKind) -> list[str]:
         told.append("TRL fixes max_num_batched_tokens at 4096, and max_num_seqs at the samples of a rollout")
         if config.engine.enforce_eager:
             told.append("TRL has no setting for engine.enforce_eager: its engine compiles and captures graphs")
-        if config.engine.dtype != _folder_dtype(config.model.path):
-            told.append("the engine has the dtype of the model folder, not engine.dtype")
+        if config.engine.dtype == "float32" or config.engine.dtype != _folder_dtype(config.model.path):
+            told.append("engine.dtype is left to vLLM: the model folder's, or a half one where that is float32")
         if config.algorithm.correction == "none":
             told.append("the difference of logprobs is not computed: TRL has it only with its correction, which costs")
     if config.algorithm.kl_coef and config.algorithm.kl_kind == "low_var_kl":
