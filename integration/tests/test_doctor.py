@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from integration_support import EXAMPLES
 from vime_devices import MaskError, Platform
 from vime_grpo import load_config
+from vime_integration.device_memory import DeviceMemory
 from vime_integration.doctor import Check, Machine, Status, examine, run_doctor
 from vime_integration.doctor.configuration import check_configuration
-from vime_integration.doctor.devices import DeviceMemory, check_devices
+from vime_integration.doctor.devices import check_devices
 from vime_integration.doctor.findings import at_least, guarded, size, worst
 from vime_integration.doctor.host import Host, available_memory, check_host
 from vime_integration.doctor.packages import check_packages, package_folder, unmet

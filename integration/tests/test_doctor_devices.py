@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from vime_devices import Platform, child_environment
 from vime_devices.testing import synthetic_node
+from vime_integration import device_memory
+from vime_integration.device_memory import DeviceMemory, ask_memory
 from vime_integration.doctor import Check, Status, devices
-from vime_integration.doctor.devices import DeviceMemory, ask_memory, check_devices
+from vime_integration.doctor.devices import check_devices
 from vime_integration.doctor.findings import guarded
 
 GIB = 2**30
@@ -76,9 +78,9 @@ def test_torch_is_asked_in_a_process_of_its_own() -> None:
 
 
 def test_a_driver_that_fails_or_hangs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "MEMORY", "raise SystemExit('no HIP GPUs are available')")
+    monkeypatch.setattr(device_memory, "MEMORY", "raise SystemExit('no HIP GPUs are available')")
     with pytest.raises(RuntimeError, match="no HIP GPUs are available"):
         ask_memory()
-    monkeypatch.setattr(devices, "MEMORY", "import time; time.sleep(600)")
+    monkeypatch.setattr(device_memory, "MEMORY", "import time; time.sleep(600)")
     with pytest.raises(TimeoutError, match="may hang"):
         ask_memory(deadline_s=0.5)

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from integration_support import EXAMPLES, POLICY
 from vime_devices import Platform, child_environment
 from vime_grpo import RunConfig, load_config
+from vime_integration.budget import budget, refuse_misfits, sharing_of, trainer_plan
+from vime_integration.device_memory import DeviceMemory
 from vime_integration.doctor import Machine, Status
-from vime_integration.doctor.configuration import check_configuration, sharing_of, trainer_plan
-from vime_integration.doctor.devices import DeviceMemory
-from vime_integration.doctor.memory import (
+from vime_integration.doctor.configuration import check_configuration
+from vime_integration.errors import PlacementError
+from vime_integration.needs import (
     PhaseNeed,
     Sharing,
     bundle_bytes,
@@ -23,6 +25,7 @@ from vime_integration.doctor.memory import (
     gpu_needs,
     kv_bytes_per_token,
 )
+from vime_integration.placement import place
 from vime_megatron import check_model
 
 GIB = 2**30
@@ -97,11 +100,27 @@ def test_who_gives_back_decides_which_phase_fits(large: Path) -> None:
 
 def test_the_pipeline_itself_decides_who_gives_back(large: Path) -> None:
     masked = child_environment(Platform.CUDA, own=[0], node=[0], base={})
-    there = Machine(Platform.CUDA, (), 256 * GIB, 64 * GIB, masked.env)
-    assert sharing_of(configured(large), there) == Sharing(sleeps=False, offloads=True, aliased=True)
-    slept = sharing_of(configured(large, "engine.sleep=on", "sync.mode=copy"), there)
-    assert slept == Sharing(sleeps=True, offloads=True, aliased=False)
-    assert not sharing_of(configured(large, "trainer.offload=off"), there).offloads
+
+    def decided(*overrides: str) -> Sharing:
+        config = configured(large, *overrides)
+        return sharing_of(config, place(config, Platform.CUDA, masked.env))
+
+    assert decided() == Sharing(sleeps=False, offloads=True, aliased=True)
+    assert decided("engine.sleep=on", "sync.mode=copy") == Sharing(sleeps=True, offloads=True, aliased=False)
+    assert not decided("trainer.offload=off").offloads
+    together = decided("pipeline.mode=async", "pipeline.pools=shared")
+    assert together == Sharing(sleeps=False, offloads=False, aliased=False), "both work all the time"
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_starts(large: Path) -> None:
+    config = configured(large)
+    seats = place(config, Platform.CUDA, child_environment(Platform.CUDA, own=[0], node=[0], base={}).env)
+    with pytest.raises(PlacementError) as caught:
+        refuse_misfits(budget(config, seats, 141 * GIB))
+    text = str(caught.value)
+    assert "train: trainer" in text, "the phase and who holds what"
+    assert "trainer.tensor_parallel" in text, "what to do"
+    refuse_misfits(budget(config, seats, 640 * GIB))
 
 
 def test_an_engine_whose_share_cannot_hold_its_model_is_named(large: Path) -> None:
@@ -119,6 +138,9 @@ def test_too_few_devices_are_counted_by_the_mode(large: Path) -> None:
     assert status is Status.FAIL
     assert "4" in line
     assert "config.memory.rollout" not in on_gpus(apart, 4, 141), "disjoint pools share no memory"
+    together = configured(large, "pipeline.mode=async", "pipeline.pools=shared")
+    assert on_gpus(together, 1, 141)["config.placement"][0] is Status.OK
+    assert "engine keeps" in on_gpus(together, 1, 141)["config.memory.train"][1], "shared pools share it"
 
 
 def test_a_cpu_run_is_one_sum(large: Path) -> None:

@@ -28,6 +28,7 @@ from vime_grpo import (
 )
 
 from vime_integration.asynchronous import Asynchronous
+from vime_integration.budget import check_budget
 from vime_integration.bundle import Bundle, BundleStore
 from vime_integration.cluster import log_to_file, ray_cluster
 from vime_integration.colocated import Colocated
@@ -94,6 +95,7 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
     bundle, moved = _open(folder, config, resume)
     log_to_file(folder.logs / "driver.log")
     placement = place(config, detect_platform())
+    check_budget(config, placement)
     stop = StopRequest()
     after = None if bundle is None else bundle.step
     with (

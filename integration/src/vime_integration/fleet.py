@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -29,7 +30,7 @@ from vime_integration.actors.trainer import TrainerActor
 from vime_integration.mending import GRACE_S, Mending, Written
 from vime_integration.placement import Placement, Seat
 from vime_integration.run_folder import RunFolder
-from vime_integration.sharing import choose, offloads, sleeps
+from vime_integration.sharing import choose, offloads, shares_devices, sleeps
 from vime_integration.wait import fetch, gather
 
 logger = logging.getLogger(__name__)
@@ -83,11 +84,14 @@ class Fleet:
         """Devices that all engines have together; on a CPU, engines times their tensor parallel size."""
         return self._config.engine.servers * self._config.engine.tensor_parallel
 
-    def start(self) -> None:
+    def start(self, checkpoint: Path | None = None) -> None:
         """Start everything and open the session that updates the engines.
 
-        Trainer and engines start in parallel, unless engines are to run on the trainer's memory, which must then be
-        there first.
+        Trainer and engines start in parallel, unless they share devices: engines that are to run on the trainer's
+        memory need it there first, and an engine measures what is free on its device, which must not change meanwhile.
+
+        Args:
+            checkpoint: The trainer's part of a bundle, to continue from.
 
         Raises:
             VimeError: Something did not start; by name, with its cause.
@@ -104,11 +108,14 @@ class Fleet:
         rollout = StreamingRolloutActor if config.pipeline.mode == "async" else RolloutActor
         self.rollout = ray.remote(rollout).options(**_options("rollout")).remote(config, self._log("rollout"))
         rendezvous = f"tcp://127.0.0.1:{_free_port()}"
-        tasks = {name: actor.start.remote(rendezvous) for name, actor in self.trainers.items()}
+        tasks = {
+            name: actor.start.remote(rendezvous, checkpoint, make_room=self.offloads)
+            for name, actor in self.trainers.items()
+        }
         tasks["rollout"] = self.rollout.start.remote()
         deadline = config.engine.start_deadline_s + config.pipeline.ray_start_deadline_s
         answers: dict[str, Any] = {}
-        if choice.weights != "dummy":
+        if choice.weights != "dummy" or shares_devices(config, self._placement):
             answers, tasks = gather(tasks, doing="start", deadline_s=deadline), {}
             manifest = merge_manifests([answers[name] for name in self.trainers])
             self._run.manifest.write_text(json.dumps(manifest), encoding="utf-8")

@@ -16,6 +16,8 @@ from vime_integration.errors import PipelineError
 GIB = 2**30
 #: Least share of the moved bytes that the driver must report as free afterwards.
 RETURNED = 0.9
+#: And what a framework's allocator may keep of it in half-used blocks, which counts with small models only.
+SLACK_GIB = 0.25
 
 
 def moved_metrics(kind: str, reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -71,11 +73,12 @@ def slept_metrics(before: Sequence[Mapping[str, float]], after: Sequence[Mapping
 
 
 def _check_returned(where: str, expected_gib: float, seen_gib: float) -> None:
-    if seen_gib < RETURNED * expected_gib:
+    least = RETURNED * expected_gib - SLACK_GIB
+    if seen_gib < least:
         raise PipelineError(
             "device memory was not returned",
             where=where,
             seen=f"{seen_gib:.2f} GiB more free on the device",
-            expected=f"at least {RETURNED * expected_gib:.2f} GiB, of {expected_gib:.2f} GiB moved",
+            expected=f"at least {least:.2f} GiB, of {expected_gib:.2f} GiB moved",
             fix='set trainer.offload = "off", or find what holds memory in that process',
         )

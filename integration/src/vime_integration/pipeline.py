@@ -96,12 +96,10 @@ class Pipeline(ABC):
         Raises:
             VimeError: Something did not start, or the bundle does not fit.
         """
-        self._fleet.start()
+        self._fleet.start(None if bundle is None else bundle.path.absolute() / "trainer")
         if bundle is not None:
-            self._step = self._saved_at = bundle.step
+            self._restore(bundle)
         with self._fleet.writing(self.version) as written:
-            if bundle is not None:
-                self._restore(bundle)
             self._fleet.ask_trainers("stage", self.version, doing="stage the weights")
         report = self._checked(written.report)
         self._recorder.note(f"weights: {report.mode} by {report.transport}, digest {report.digest_mode}")
@@ -201,7 +199,7 @@ class Pipeline(ABC):
         logger.info("saved %s in %.2f s", bundle.path, time.monotonic() - began)
 
     def _restore(self, bundle: Bundle) -> None:
-        self._fleet.ask_trainers("load", bundle.path.absolute() / "trainer", doing="load the checkpoint")
+        self._step = self._saved_at = bundle.step
         state: dict[str, Any] = bundle.state
         self._fleet.ask_rollout("load_state_dict", state["rollout"], doing="continue in the data", deadline_s=SHORT_S)
         self._guarding.load_state_dict(state["guards"])

@@ -2,8 +2,9 @@
 
 Colocated, trainer ranks and engines share the node's devices: rank ``r`` owns device ``r``, and engine ``e`` of tensor
 parallel size ``t`` owns devices ``e*t .. e*t + t - 1`` of the same list. Asynchronous, the pools are disjoint: the
-engines' devices begin after the trainer's. A CPU has no devices to hand out: processes share its cores, so what is
-placed there is threads.
+engines' devices begin after the trainer's; with ``pipeline.pools = "shared"`` they are the same, as colocated, and each
+side has its share of the memory. A CPU has no devices to hand out: processes share its cores, so what is placed there
+is threads.
 
 Masks come from vime-devices and nowhere else. On HIP a process sees its own devices first and then every other device
 of the node, because an IPC handle carries the exporter's ordinal and opening it looks that ordinal up in the importer's
@@ -83,19 +84,20 @@ def place(config: RunConfig, platform: Platform, environ: Mapping[str, str] | No
     """
     environ = os.environ if environ is None else environ
     node = visible_devices(platform, environ)
-    apart = config.pipeline.mode == "async"
+    separate = apart(config)
     ranks, size, count = config.trainer.world_size, config.engine.tensor_parallel, config.engine.count
-    first = ranks if apart else 0  # the first engine's first device
-    needed = first + count * size if apart else max(ranks, count * size)
+    first = ranks if separate else 0  # the first engine's first device
+    needed = first + count * size if separate else max(ranks, count * size)
     if platform is not Platform.CPU and len(node) < needed:
-        how = "on devices of their own" if apart else "sharing devices"
+        how = "on devices of their own" if separate else "sharing devices"
         raise PlacementError(
             "not enough devices",
             seen=f"{len(node)} visible {platform.value} devices ({', '.join(node) or 'none'})",
             expected=f"{needed}: {ranks} trainer ranks, {count} engines of {size}, {how}",
-            fix="lower trainer.data_parallel, engine.count or the tensor_parallel sizes, or widen the mask",
+            fix="lower trainer.data_parallel, engine.count or the tensor_parallel sizes, widen the mask"
+            + (', or set pipeline.pools = "shared"' if separate else ""),
         )
-    trainer_threads, engine_threads = _threads(config, apart, count)
+    trainer_threads, engine_threads = _threads(config, count)
 
     def seat(name: str, own: Sequence[str], threads: int) -> Seat:
         child = child_environment(platform, own=own, node=node, base=environ)
@@ -109,13 +111,18 @@ def place(config: RunConfig, platform: Platform, environ: Mapping[str, str] | No
     return Placement(platform, tuple(trainers), tuple(engines))
 
 
-def _threads(config: RunConfig, apart: bool, count: int) -> tuple[int, int]:
+def apart(config: RunConfig) -> bool:
+    """Return whether trainer and engines have devices of their own."""
+    return config.pipeline.mode == "async" and config.pipeline.pools == "disjoint"
+
+
+def _threads(config: RunConfig, count: int) -> tuple[int, int]:
     """Return the CPU threads of a trainer rank and of an engine.
 
-    Colocated phases alternate, so each side may use every core; apart they work at the same time and share them.
+    Colocated phases alternate, so each side may use every core; otherwise they work at the same time and share them.
     """
     cores = len(os.sched_getaffinity(0))
-    for_each_side = max(1, cores // 2) if apart else cores
+    for_each_side = max(1, cores // 2) if config.pipeline.mode == "async" else cores
     ranks, workers = config.trainer.world_size, max(1, count * config.engine.tensor_parallel)
     trainer = config.trainer.threads or max(1, for_each_side // ranks)
     return trainer, config.engine.threads or max(1, for_each_side // workers)

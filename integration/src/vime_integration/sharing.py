@@ -7,7 +7,8 @@ colocated   GPU                 aliased: one copy of the weights; the trainer's 
                                 while engines generate
 colocated   CPU                 copied through shared memory: there is nothing to save, and trainer and engines start
                                 at the same time; ``sync.mode = "alias"`` runs engines on the trainer's memory here too
-async       anywhere            copied: an engine that generates while the trainer writes needs weights of its own
+async       anywhere            copied: an engine that generates while the trainer writes needs weights of its own;
+                                with ``pipeline.pools = "shared"`` both live on the same GPUs, each in its share
 =========== =================== =======================================================================================
 
 With several trainer replicas each engine runs on the one that is on its own devices. An aliased engine does not sleep:
@@ -22,7 +23,7 @@ from vime_grpo import RunConfig
 from vime_sync import Choice, choose_transport
 
 from vime_integration.errors import PlacementError
-from vime_integration.placement import Placement
+from vime_integration.placement import Placement, apart
 
 
 def choose(config: RunConfig, placement: Placement) -> Choice:
@@ -37,24 +38,29 @@ def choose(config: RunConfig, placement: Placement) -> Choice:
         TransportError: The transport cannot carry this placement.
         PlacementError: The configuration contradicts itself.
     """
-    apart = config.pipeline.mode == "async"
+    always = config.pipeline.mode == "async"  # engines generate while the trainer writes
     mode = config.sync.mode
-    if mode == "alias" and apart:
+    if mode == "alias" and always:
         raise PlacementError(
             "asynchronous engines cannot run on the trainer's memory",
             seen='sync.mode = "alias" with pipeline.mode = "async"',
             expected="engines that generate from whole weights while the trainer writes the next ones",
             fix='set sync.mode = "copy" or "auto"',
         )
-    if mode == "auto" and (apart or placement.platform is Platform.CPU or config.engine.urls):
+    if mode == "auto" and (always or placement.platform is Platform.CPU or config.engine.urls):
         mode = "copy"
     return choose_transport(
         placement.platform,
-        same_devices=not apart and not config.engine.urls and _same_devices(placement),
+        same_devices=not config.engine.urls and _same_devices(placement),
         transport=config.sync.transport,
         mode=mode,
         sleep_mode=sleeps(config, placement),
     )
+
+
+def shares_devices(config: RunConfig, placement: Placement) -> bool:
+    """Return whether a trainer rank and an engine sit on the same GPU."""
+    return placement.platform is not Platform.CPU and not apart(config)
 
 
 def sleeps(config: RunConfig, placement: Placement) -> bool:
@@ -65,8 +71,9 @@ def sleeps(config: RunConfig, placement: Placement) -> bool:
 def offloads(config: RunConfig, placement: Placement) -> bool:
     """Return whether the trainer gives memory back while engines generate."""
     section = config.trainer.offload
-    shares = config.pipeline.mode != "async" and placement.platform is not Platform.CPU
-    return section == "on" or (section == "auto" and shares)
+    if config.pipeline.mode == "async":
+        return False  # it trains while engines generate
+    return section == "on" or (section == "auto" and placement.platform is not Platform.CPU)
 
 
 def _same_devices(placement: Placement) -> bool:

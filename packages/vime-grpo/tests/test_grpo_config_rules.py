@@ -68,6 +68,8 @@ EVALUATION = [
         (["trainer.expert_parallel=2"], r"expert_parallel \(2\) does not divide .* \(1\)"),
         (["pipeline.queue_groups=7"], r"queue_groups \(7\) is below rollout.batch_size \(8\)"),
         (["pipeline.mode=async", "rollout.partial=true"], r"rollout.partial belong to a loop .* step by step"),
+        (["pipeline.mode=async", "trainer.offload=on"], r"trainer.offload = \"on\" belongs to a loop .* take turns"),
+        (["pipeline.pools=shared"], r"pipeline.pools belongs to pipeline.mode"),
         (["evaluation.every=5", "evaluation.kind=custom"], r"'custom' needs evaluation.source and evaluation.size"),
         (["evaluation.every=5"], r"kind 'jsonl' needs evaluation.path"),
         ([*EVALUATION, "evaluation.pass_k=[1, 4]"], r"pass@4, which needs as many .*samples_per_prompt is 1"),

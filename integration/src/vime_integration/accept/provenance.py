@@ -17,7 +17,7 @@ from typing import Any
 from vime_devices import Platform, VimeError
 from vime_devices.preflight import take_snapshot
 
-from vime_integration.doctor.devices import ask_memory
+from vime_integration.device_memory import ask_memory
 from vime_integration.doctor.host import available_memory
 from vime_integration.doctor.packages import ENGINES, OURS, installed, package_folder
 

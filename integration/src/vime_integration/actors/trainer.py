@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from vime_integration.placement import Seat
 from vime_integration.staleness import WithOnPolicyDifference
 
 logger = logging.getLogger(__name__)
+
+#: What leaves the device for the engines' sake.
+OFFLOADED: tuple[Literal["gradients", "optimizer"], ...] = ("gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -110,18 +113,21 @@ class TrainerActor:
         self._trainer: MegatronTrainer | None = None
         self._publisher: Publisher | None = None
         self._reference: dict[str, Tensor] = {}
+        self._gave_room = False
 
-    def start(self, init_method: str) -> dict[str, Any]:
-        """Build the model, load its weights and open the publisher.
+    def start(self, init_method: str, checkpoint: Path | None = None, *, make_room: bool = False) -> dict[str, Any]:
+        """Build the model, load its weights and open the publisher; every rank must be asked at the same time.
 
         Args:
             init_method: Rendezvous of the ranks.
+            checkpoint: What ``save`` wrote, to continue from.
+            make_room: End with gradients and optimiser on the host, so that engines find the device free.
 
         Returns:
             The manifest of this rank's weights, JSON values.
 
         Raises:
-            TrainerError: The model folder or the layout cannot be used.
+            TrainerError: The model folder, the layout or the checkpoint cannot be used.
         """
         config = self._config
         world = config.trainer.world_size
@@ -132,11 +138,16 @@ class TrainerActor:
             init_method=init_method if world > 1 else None,
             device_index=self._device_index,
         )
+        if checkpoint is not None:
+            self._trainer.load(checkpoint)
+            logger.info("rank %d continues after optimiser step %d", self._rank, self._trainer.state.step)
         source: WeightSource = self._trainer.source()
         if config.algorithm.kl_coef > 0 and config.algorithm.kl_target == "reference":
             self._reference = {name: buffer.detach().to("cpu", copy=True) for name, buffer in source.buffers.items()}
         self._publisher = Publisher(source, digest=config.sync.digest, **self._publish)
         self._publisher.stage(0)  # an engine that runs on this memory finds a whole version when it starts
+        if make_room:
+            self.make_room()
         logger.info("rank %d of %d holds %d buffers", self._rank, world, len(source.buffers))
         return self._publisher.manifest()
 
@@ -177,12 +188,19 @@ class TrainerActor:
         """Give device memory to the engines: drop gradients, move the optimiser's state to the host.
 
         The weights stay where they are: engines may run on them, and a sync reads them.
+
+        Returns:
+            What was moved; nothing where it was away already.
         """
-        return self._ready().offload(("gradients", "optimizer")).to_dict()
+        kinds = () if self._gave_room else OFFLOADED
+        self._gave_room = True
+        return self._ready().offload(kinds).to_dict()
 
     def take_room(self) -> dict[str, Any]:
-        """Take back what ``make_room`` gave away."""
-        return self._ready().onload().to_dict()
+        """Take back what ``make_room`` gave away, if it did."""
+        kinds = OFFLOADED if self._gave_room else ()
+        self._gave_room = False
+        return self._ready().onload(kinds).to_dict()
 
     def memory(self) -> dict[str, float]:
         """Return this rank's memory, GiB, as `MegatronTrainer.memory` names it."""
@@ -195,17 +213,9 @@ class TrainerActor:
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint; every rank must be asked at the same time."""
+        if self._gave_room:  # a run that was stopped before its first step
+            self.take_room()
         self._ready().save(folder)
-
-    def load(self, folder: Path) -> int:
-        """Continue from a checkpoint; every rank must be asked at the same time.
-
-        Returns:
-            Optimiser steps done so far.
-        """
-        trainer = self._ready()
-        trainer.load(folder)
-        return trainer.state.step
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder; every rank must be asked at the same time."""

@@ -17,16 +17,17 @@ from vime_devices import Platform, detect_platform
 from vime_grpo import RunConfig
 from vime_grpo.launch import find_pipeline
 from vime_megatron import ModelShape, check_model
-from vime_megatron.memory import MemoryPlan, count_parameters, plan_memory
+from vime_megatron.memory import count_parameters
 from vime_rollout import load_reward, open_data_source
 
-from vime_integration.doctor.devices import DeviceMemory, ask_memory
+from vime_integration.budget import sharing_of, trainer_plan
+from vime_integration.device_memory import DeviceMemory, ask_memory
 from vime_integration.doctor.findings import Check, Status, guarded, size
 from vime_integration.doctor.host import available_memory, shm_free
-from vime_integration.doctor.memory import WIDTHS, PhaseNeed, Sharing, bundle_bytes, cpu_needs, gpu_needs
+from vime_integration.needs import WIDTHS, PhaseNeed, bundle_bytes, cpu_needs, gpu_needs
 from vime_integration.placement import place
 from vime_integration.preflight import check_before_start
-from vime_integration.sharing import choose, offloads, sleeps
+from vime_integration.sharing import choose
 from vime_integration.translate import data_config
 
 TIGHT = 0.95  # of a budget: the estimate of activations is not exact
@@ -73,20 +74,6 @@ def check_configuration(config: RunConfig, machine: Machine | None = None) -> It
     on = machine if machine is not None else this_machine()
     yield from guarded("config.placement", partial(_placement, config, on))
     yield from guarded("config.memory", partial(_memory, config, on))
-
-
-def trainer_plan(config: RunConfig) -> MemoryPlan:
-    """Return the trainer's memory on its fullest rank."""
-    from vime_integration.actors.trainer import trainer_config  # late: it imports torch and Megatron
-
-    return plan_memory(trainer_config(config), world_size=config.trainer.world_size)
-
-
-def sharing_of(config: RunConfig, machine: Machine) -> Sharing:
-    """Return who gives back what, as the pipeline decides it."""
-    seats = place(config, machine.platform, machine.environ)
-    aliased = choose(config, seats).mode == "alias"
-    return Sharing(sleeps(config, seats), offloads(config, seats), aliased)
 
 
 def _model(config: RunConfig) -> Iterator[Check]:
@@ -179,8 +166,9 @@ def _memory(config: RunConfig, machine: Machine) -> Iterator[Check]:
         )
         return
     else:
+        seats = place(config, machine.platform, machine.environ)
         smallest = min(device.total for device in machine.devices)
-        needs = gpu_needs(config, plan, shape, smallest, sharing_of(config, machine))
+        needs = gpu_needs(config, plan, shape, smallest, sharing_of(config, seats))
     for need in needs:
         yield _judge(need)
     yield from _staging(config, shape, machine)

@@ -142,7 +142,7 @@ def _schedule_problems(config: RunConfig) -> list[str]:
 
 
 def _layout_problems(config: RunConfig) -> list[str]:
-    problems = []
+    problems: list[str] = []
     trainer, pipeline = config.trainer, config.pipeline
     if trainer.distributed_optimizer and trainer.data_parallel == 1:
         problems.append("trainer.distributed_optimizer shards over data-parallel ranks; trainer.data_parallel is 1")
@@ -159,10 +159,27 @@ def _layout_problems(config: RunConfig) -> list[str]:
             f"pipeline.queue_groups ({pipeline.queue_groups}) is below rollout.batch_size "
             f"({config.rollout.batch_size}): a step's groups would never be there together"
         )
+    return problems + _asynchronous_problems(config)
+
+
+def _asynchronous_problems(config: RunConfig) -> list[str]:
+    """Return what the asynchronous loop would not look at, and what only it does."""
+    problems = []
+    if config.pipeline.mode != "async":
+        if config.pipeline.pools == "shared":
+            problems.append('pipeline.pools belongs to pipeline.mode = "async"; colocated pools are shared anyway')
+        return problems
     colocated_only = [key for key in ("over_sample", "partial") if getattr(config.rollout, key)]
-    if pipeline.mode == "async" and colocated_only:
+    if colocated_only:
         problems.append(
             f"{' and '.join('rollout.' + key for key in colocated_only)} belong to a loop that is asked step by step; "
             'with pipeline.mode = "async" generation runs ahead by itself and is never cut'
+        )
+    switches = {"trainer.offload": config.trainer.offload, "engine.sleep": config.engine.sleep}
+    turns = [key for key, value in switches.items() if value == "on"]
+    if turns:
+        problems.append(
+            f'{" and ".join(turns)} = "on" belongs to a loop in which trainer and engines take turns; with '
+            'pipeline.mode = "async" both work all the time'
         )
     return problems

@@ -237,6 +237,11 @@ class PipelineSection(Section):
         description="Running requests during a weight update (async): engines freeze them and go on with the new "
         "weights (keep), or let them end first (drain).",
     )
+    pools: Literal["disjoint", "shared"] = Field(
+        default="disjoint",
+        description="GPUs of trainer and engines (async): their own each, or the same ones for both, at the same time, "
+        "where engine.gpu_memory_utilization is the engines' share of the memory.",
+    )
 
 
 class CheckpointSection(Section):

@@ -6,7 +6,7 @@ are asked of it. Does its share hold its weights, one whole context of KV cache 
 beside what the trainer leaves?
 
 On a GPU that trainer and engine share, a phase is the sum of what both hold then. `vime_integration.sharing` decides
-who gives back what::
+who gives back what (nobody, where an asynchronous run shares devices)::
 
     rollout          the engine's share, the trainer's weights; where it does not offload, gradients and optimiser too
     train            the trainer's peak, and the engine's share: its context only where it sleeps
@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from vime_grpo import RunConfig
 from vime_megatron import ModelShape
 from vime_megatron.memory import MemoryPlan, count_parameters
+
+from vime_integration.placement import apart
 
 GIB = 2**30
 CONTEXT = 1 * GIB  # of a process on a GPU: runtime, kernels, libraries' workspaces. An assumption.
@@ -114,7 +116,7 @@ def gpu_needs(
     inside = {"weights": weights, "one context of KV cache": context, "reserve": ENGINE_RESERVE}
     needs = [PhaseNeed("engine", inside, share, "raise engine.gpu_memory_utilization or engine.tensor_parallel")]
     smaller = "raise trainer.tensor_parallel, set trainer.activation_recompute, or lower max_tokens_per_microbatch"
-    if config.pipeline.mode == "async":
+    if apart(config):
         return [*needs, PhaseNeed("train", {"trainer": plan.total}, device_bytes, smaller)]
     state = CONTEXT + plan.weights + plan.gradients + plan.optimizer
     kept = CONTEXT + plan.weights if sharing.offloads else state
