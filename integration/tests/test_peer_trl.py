@@ -164,3 +164,48 @@ def test_the_report_is_whole_after_every_step(parts, tmp_path):
     assert written["summary"]["first_reward"] == 0.0
     assert written["summary"]["last_reward"] == 1.0
     assert list(tmp_path.iterdir()) == [tmp_path / "peer.json"]
+
+
+def test_two_runs_stand_side_by_side(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(INTEGRATION / "benchmarks")
+        side = importlib.import_module("peer_beside")
+    rows = [
+        {
+            "perf/step_time": 2.0,
+            "perf/rollout_time": 1.0,
+            "perf/update_weights_time": 0.25,
+            "perf/train_time": 0.5,
+            "perf/wake_time": 0.25,
+            "rollout/raw_reward": number / 10,
+            "rollout/response_len/mean": 3.0,
+        }
+        for number in range(12)
+    ]
+    theirs = [
+        {
+            "wall_s": 4.0 * (number + 1),
+            "step_s": 4.0,
+            "generate_s": 2.0,
+            "reward_s": 0.5,
+            "train_s": 1.5,
+            "reward": number / 10,
+            "samples": 8,
+            "response_tokens": 24,
+        }
+        for number in range(10)
+    ]
+    result = side.beside(side.our_steps(rows, samples=8), side.peer_steps({"steps": theirs}))
+    assert result["common_steps"] == 10
+    assert result["step_time_trl_over_ours"] == 2.0
+    assert result["ours"]["median"]["rollout_s"] == 1.25
+    assert result["ours"]["median"]["memory_s"] == 0.25
+    assert result["ours"]["response_tokens_per_s"] == 12.0
+    assert result["trl"]["response_tokens_per_s"] == 6.0
+    assert result["seconds_to_reward"]["0.7"] == {"ours": 20.0, "trl": 40.0}  # the mean of 0.5 to 0.9
+    assert side.seconds_to(side.peer_steps({"steps": theirs}), 0.8) is None
+    with pytest.raises(ConfigError, match="1 and 0 steps"):
+        side.beside(side.our_steps(rows[:1], samples=8), [])
+    theirs[3]["samples"] = 0
+    with pytest.raises(ConfigError, match="generated nothing"):
+        side.peer_steps({"steps": theirs})
