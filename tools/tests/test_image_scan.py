@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
 from verify.engine import is_offered, our_literals
-from verify.scan import scan_packages, scan_source
+from verify.scan import DEEP_ROOTS, our_packages, scan_packages, scan_source
 
 
 def needs(source: str) -> list[list[list[str]]]:
@@ -125,6 +126,7 @@ def test_modules_named_by_text_are_needs() -> None:
         '''vllm.in.a.docstring of some words'''
         WINDOW = (("vllm.plugins", "load_endpoint_plugins"), ("vllm.a.b", "Class.method"))
         GROUP = "vllm.general_plugins"
+        GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")
         class Config:
             module: str = "vllm.entrypoints.openai.api_server"
     """
@@ -132,6 +134,19 @@ def test_modules_named_by_text_are_needs() -> None:
         [["vllm.a.b", "vllm.a.b.Class.method", "vllm.plugins.load_endpoint_plugins"]],
         [["vllm.entrypoints.openai.api_server"]],
     ]
+
+
+def test_what_our_source_needs_of_vllm_and_megatron_is_in_theirs() -> None:
+    """Of modules only, and without an import: what is mistaken for a need would fail every image."""
+    wrong = []
+    for need in scan_packages(our_packages()):
+        for symbol in need.branches[0]:
+            root = find_spec(symbol.root) if symbol.root in DEEP_ROOTS and not need.optional else None
+            if root is not None and root.submodule_search_locations:
+                paths = [Path(place, *symbol.module.split(".")[1:]) for place in root.submodule_search_locations]
+                if not any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths):
+                    wrong.append(f"{symbol}, needed at {need.user}")
+    assert wrong == []
 
 
 def test_packages_are_read_from_their_folders(tmp_path: Path) -> None:

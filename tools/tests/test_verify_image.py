@@ -107,6 +107,18 @@ def test_a_numpy_that_megatron_refuses(image: Image) -> None:
     assert failed_labels(image, "--group", "distributions") == {"numpy-range": "2.3.5"}
 
 
+@pytest.mark.parametrize(("absent", "fails"), [("matplotlib", False), ("wheels_of_torch", True)])
+def test_what_only_an_extra_brings_may_be_absent_and_nothing_else(image: Image, absent: str, fails: bool) -> None:
+    write(image[0], "torch/plots.py", f"import {absent}\nclass Plot: pass\n")
+    write(image[0], "vime_sync/report.py", "def draw():\n    from torch.plots import Plot\n")
+    imports, orders = failed_labels(image, "--group", "imports"), failed_labels(image, "--group", "orders")
+    assert set(imports) == ({"api:torch"} if fails else set())
+    assert set(orders) == ({"order:forward", "order:reverse"} if fails else set())
+    if not fails:
+        report = image[0].verify(*image[1], "--group", "imports")
+        assert "matplotlib, which an extra brings, is not installed" in report["by_label"]["api:torch"]["seen"]
+
+
 def test_a_requirement_that_is_not_met(image: Image) -> None:
     install_torch(image[0], "2.5.0+rocm7.14")
     assert (

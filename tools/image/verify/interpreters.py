@@ -7,6 +7,7 @@ last two also say which libraries are mapped at the end (``libraries.py`` judges
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from verify.probe import DUPLICATE_LLVM, Answer, ask
 from verify.report import Result, passed, skipped
 from verify.scan import Need, Symbol
 
+_ABSENT = re.compile(r"ModuleNotFoundError: No module named '(\w+)[.\w]*'")
 # Interpreters at a time: each may hold a whole vLLM.
 WORKERS = 2
 IMPORT_NAMES = {"megatron-core": "megatron"}
@@ -104,9 +106,9 @@ def check_imports(context: Context) -> Iterator[Result]:
     for need in context.needs:
         # A need stands with the package of its first choice: alternatives of one need are judged together.
         by_root[need.branches[0][0].root].append(need)
-    required = required_roots()
+    roots = required_roots(), extra_roots()
     with ThreadPoolExecutor(WORKERS) as pool:
-        jobs = [(root, pool.submit(_api, context, root, by_root[root], root in required)) for root in sorted(by_root)]
+        jobs = [(root, pool.submit(_api, context, root, by_root[root], *roots)) for root in sorted(by_root)]
         ours = [(name, pool.submit(_ours, context, name)) for name in context.packages]
         for _, job in [*jobs, *ours]:
             yield job.result()
@@ -124,7 +126,7 @@ def check_orders(context: Context) -> Orders:
     Returns:
         ``order:forward`` and ``order:reverse``, with what was mapped.
     """
-    required = required_roots()
+    required, extras = required_roots(), extra_roots()
     # Alternatives are left to the other check: here each module has to import, and of them one may be missing.
     modules = {s.module for need in context.needs if len(need.branches) == 1 for s in need.branches[0]}
     names = sorted(m for m in modules if m.partition(".")[0] in required or _exists(m.partition(".")[0]))
@@ -135,7 +137,7 @@ def check_orders(context: Context) -> Orders:
         deadline_s = 2 * context.deadline_s
         replies = dict(zip(orders, pool.map(lambda n: ask(IN_ORDER, n, deadline_s=deadline_s), orders.values()),
                            strict=True))  # fmt: skip
-    results = [_order(context, name, orders[name], reply) for name, reply in replies.items()]
+    results = [_order(context, name, orders[name], reply, extras) for name, reply in replies.items()]
     mapped = {name: reply.value["mapped"] for name, reply in replies.items() if reply.value is not None}
     return Orders(results, mapped, any(DUPLICATE_LLVM in reply.stderr for reply in replies.values()))
 
@@ -147,30 +149,55 @@ def required_roots() -> set[str]:
         Import names of what a vime distribution requires outside its extras, and vLLM, which an image or a
         dependency group provides. The rest (``amdsmi``, an extra) is checked where it is installed.
     """
+    return _roots(of_extras=False) | {"vllm"}
+
+
+def extra_roots() -> set[str]:
+    """Find the third-party packages that only an extra of a vime distribution brings.
+
+    Returns:
+        Import names. Our code says by name what to install where it asks for one of them; a module of another package
+        that needs it, such as ``torch.utils.tensorboard``, is no fault of an image without the extra.
+    """
+    return _roots(of_extras=True) - required_roots()
+
+
+def _roots(*, of_extras: bool) -> set[str]:
     wanted: set[str] = set()
     for distribution in metadata.distributions():
         if normalise(distribution.metadata["Name"] or "").startswith("vime-"):
             parsed = [parse_requirement(text) for text in distribution.requires or []]
-            wanted |= {name for name, _, marker in parsed if "extra" not in marker}
+            wanted |= {name for name, _, marker in parsed if ("extra" in marker) is of_extras}
     provides = metadata.packages_distributions()
     roots = {root for root, names in provides.items() if wanted & {normalise(name) for name in names}}
     # A missing distribution provides nothing: its import name is guessed, so that its absence fails here as well.
-    return roots | {"vllm"} | {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in wanted}
+    return roots | {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in wanted}
 
 
-def _api(context: Context, root: str, needs: list[Need], required: bool) -> Result:
+def _api(context: Context, root: str, needs: list[Need], required: set[str], extras: set[str]) -> Result:
     label = f"api:{root}"
     symbols = sorted({symbol for need in needs for branch in need.branches for symbol in branch})
     users = sorted({need.user.partition(".")[0].partition(":")[0] for need in needs})
     expected = f"{len(symbols)} symbols that {', '.join(users)} import"
-    if not required and not _exists(root):
+    if root not in required and not _exists(root):
         return skipped(label, "optional, and not installed", expected)
     reply = ask(RESOLVE, [[s.module, s.name] for s in symbols], deadline_s=context.deadline_s)
     if reply.value is None:
         return judged(context, label, [reply.problem], "", expected)
     problems = {symbol: text for symbol, text in zip(symbols, reply.value, strict=True) if text}
-    wrong = [text for need in needs if (text := _unmet(need, problems))]
-    return judged(context, label, wrong, f"{len(symbols) - len(problems)} of {len(symbols)}", expected)
+    waiting = {symbol: name for symbol, text in problems.items() if (name := _absent(text)) in extras}
+    failing = {symbol: text for symbol, text in problems.items() if symbol not in waiting}
+    wrong = [text for need in needs if (text := _unmet(need, failing))]
+    seen = f"{len(symbols) - len(problems)} of {len(symbols)}"
+    if waiting:
+        seen += f"; {', '.join(sorted(set(waiting.values())))}, which an extra brings, is not installed"
+    return judged(context, label, wrong, seen, expected)
+
+
+def _absent(problem: str) -> str:
+    """Return the package whose absence is the problem; nothing where it is another one."""
+    found = _ABSENT.fullmatch(problem)
+    return found[1] if found else ""
 
 
 def _unmet(need: Need, problems: dict[Symbol, str]) -> str:
@@ -186,11 +213,12 @@ def _ours(context: Context, name: str) -> Result:
     return judged(context, f"import:{name}", wrong, "imports", "imports in a fresh interpreter")
 
 
-def _order(context: Context, order: str, names: list[str], reply: Answer) -> Result:
-    failed: dict[str, str] = reply.value["failed"] if reply.value is not None else {}
+def _order(context: Context, order: str, names: list[str], reply: Answer, extras: set[str]) -> Result:
+    answered: dict[str, str] = reply.value["failed"] if reply.value is not None else {}
+    failed = {module: text for module, text in answered.items() if _absent(text) not in extras}
     wrong = [reply.problem] if reply.problem else []
     for module, text in failed.items():
-        before = [m for m in names[: names.index(module)] if m not in failed]
+        before = [m for m in names[: names.index(module)] if m not in answered]
         wrong.append(f"{module} after {before[-1] if before else 'nothing'} and {max(len(before) - 1, 0)} more: {text}")
     return judged(context, f"order:{order}", wrong, f"{len(names)} modules", f"{names[0]} ... {names[-1]} import")
 

@@ -228,7 +228,10 @@ def _named_by_text(node: ast.AST) -> Iterator[Symbol]:
     """Yield what is named by a text: a module to be run with ``-m``, or a pair of module and name."""
     if isinstance(node, ast.Tuple) and len(node.elts) == 2:
         module, name = (element.value if isinstance(element, ast.Constant) else None for element in node.elts)
-        if isinstance(module, str) and isinstance(name, str) and _MODULE_TEXT.fullmatch(module):
+        # Two entry point groups are a pair of such texts as well; what is in a module is named without its root.
+        if not (isinstance(module, str) and isinstance(name, str)):
+            return
+        if _MODULE_TEXT.fullmatch(module) and not _MODULE_TEXT.fullmatch(name):
             yield Symbol(module, name)
     elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _DEEP_MODULE_TEXT.fullmatch(node.value):
         parent, _, last = node.value.rpartition(".")
