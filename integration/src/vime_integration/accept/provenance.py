@@ -13,6 +13,7 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from vime_devices import Platform, VimeError
 from vime_devices.preflight import take_snapshot
@@ -27,6 +28,7 @@ THIRD_PARTIES = (
     "transformer-engine", "amd-aiter", "nvidia-nccl-cu13", "nvidia-nccl-cu12",
 )  # fmt: skip
 GIT_DEADLINE_S = 20.0
+IMAGE_COMMITS = Path("/opt/vime/image/commits")  # written by tools/image/fetch_commit.sh in a build
 
 
 def describe(devices: Platform) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def describe(devices: Platform) -> dict[str, Any]:
         "devices": _devices(devices),
         "runtime": _runtime(devices),
         "packages": {name: version for name in (*OURS, *THIRD_PARTIES) if (version := installed(name))},
-        "commits": {"vime": _own_commit(), "vllm": _vllm_commit()},
+        "commits": {"vime": own_commit(), "vllm": _vllm_commit()} | image_commits(),
     }
 
 
@@ -105,16 +107,34 @@ def _constants(path: Path) -> dict[str, object]:
     return found
 
 
-def _own_commit() -> str:
-    """Return the commit of the checkout that this package runs from, or of its installation from a repository."""
-    here = Path(__file__).resolve().parent
-    head = _git(here, "rev-parse", "HEAD")
-    if head:
-        changed = _git(here, "status", "--porcelain", "--untracked-files=no")
-        return f"{head} (with uncommitted changes)" if changed else head
+def own_commit() -> str:
+    """Return the commit of the checkout that this package runs from, or of what it was installed from."""
+    if head := _head(Path(__file__).resolve().parent):
+        return head
     text = metadata.distribution("vime-integration").read_text("direct_url.json")
-    info = json.loads(text).get("vcs_info", {}) if text else {}
-    return str(info.get("commit_id", UNKNOWN))
+    info = json.loads(text) if text else {}
+    if commit := info.get("vcs_info", {}).get("commit_id"):
+        return str(commit)
+    source = urlsplit(str(info.get("url", "")))  # an image installs from a checkout that it keeps
+    return (_head(Path(unquote(source.path))) if source.scheme == "file" else "") or UNKNOWN
+
+
+def image_commits(record: Path = IMAGE_COMMITS) -> dict[str, str]:
+    """Return what an image was built from, as its build recorded it; nothing outside of such an image.
+
+    Args:
+        record: Lines of a name and a full commit.
+    """
+    if not record.is_file():
+        return {}
+    pairs = [line.split() for line in record.read_text(encoding="utf-8").splitlines()]
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+
+
+def _head(folder: Path) -> str:
+    head = _git(folder, "rev-parse", "HEAD")
+    changed = head and _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return f"{head} (with uncommitted changes)" if changed else head
 
 
 def _vllm_commit() -> str:
