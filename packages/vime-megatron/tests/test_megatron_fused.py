@@ -71,10 +71,11 @@ def test_a_norm_is_recomputed_bit_for_bit(fused):
     assert torch.equal(normed, fused[2].norm(total, weight[0], 1e-6))
 
 
-def test_query_key_value(fused):
-    layout, tokens = HeadLayout(heads=4, groups=2, width=8, eps=1e-6), 37  # more than one block, and a part of one
-    angles = torch.randn(tokens, 4)
-    inputs = [torch.randn(tokens, 64), torch.rand(8) + 0.5, torch.rand(8) + 0.5]
+@pytest.mark.parametrize("width", [8, 12])  # 12: a half that is no power of two
+def test_query_key_value(fused, width):
+    layout, tokens = HeadLayout(heads=4, groups=2, width=width, eps=1e-6), 37  # more than one block, a part of one
+    angles = torch.randn(tokens, width // 2)
+    inputs = [torch.randn(tokens, 8 * width), torch.rand(width) + 0.5, torch.rand(width) + 0.5]
     for got, wanted in both(
         fused[0].query_key_value, plain.query_key_value, inputs, (angles.cos(), angles.sin(), layout)
     ):

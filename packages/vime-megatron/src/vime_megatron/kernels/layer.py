@@ -80,20 +80,21 @@ def gated_silu(x_t2f: Tensor) -> Tensor:
 @triton.jit
 def _heads_forward(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, weight_ptr, cos_ptr, sin_ptr, tokens, row_stride, heads, eps,  # noqa: ANN001
-    HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,  # noqa: N803
 ) -> None:  # fmt: skip
     """Norm and rotate one head of a block of tokens."""
     head = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    cols = tl.arange(0, HALF)
-    inside = (rows < tokens)[:, None]
+    cols = tl.arange(0, PADDED)
+    lanes = cols < HALF
+    inside = (rows < tokens)[:, None] & lanes[None, :]
     at = rows[:, None].to(tl.int64) * row_stride + head * 2 * HALF + cols[None, :]
     left = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(x_ptr + at + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         rstd = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / (2 * HALF) + eps)[:, None]
-        left = left * rstd * tl.load(weight_ptr + cols).to(tl.float32)[None, :]
-        right = right * rstd * tl.load(weight_ptr + HALF + cols).to(tl.float32)[None, :]
+        left = left * rstd * tl.load(weight_ptr + cols, mask=lanes, other=0.0).to(tl.float32)[None, :]
+        right = right * rstd * tl.load(weight_ptr + HALF + cols, mask=lanes, other=0.0).to(tl.float32)[None, :]
     angle = rows[:, None] * HALF + cols[None, :]
     cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
@@ -105,13 +106,14 @@ def _heads_forward(  # type: ignore[no-untyped-def]
 @triton.jit
 def _heads_backward(  # type: ignore[no-untyped-def]
     x_ptr, grad_ptr, dx_ptr, weight_ptr, cos_ptr, sin_ptr, partial_ptr, tokens, row_stride, dx_stride, heads, eps,  # noqa: ANN001
-    HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,  # noqa: N803
 ) -> None:  # fmt: skip
     """Undo the rotation and the norm of one head; the weight's gradient is summed over the block only."""
     head = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    cols = tl.arange(0, HALF)
-    inside = (rows < tokens)[:, None]
+    cols = tl.arange(0, PADDED)
+    lanes = cols < HALF
+    inside = (rows < tokens)[:, None] & lanes[None, :]
     grad_at = (rows[:, None].to(tl.int64) * heads + head) * 2 * HALF + cols[None, :]
     turned_left = tl.load(grad_ptr + grad_at, mask=inside, other=0.0).to(tl.float32)
     turned_right = tl.load(grad_ptr + grad_at + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -127,10 +129,10 @@ def _heads_backward(  # type: ignore[no-untyped-def]
         rstd = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / (2 * HALF) + eps)[:, None]
         left, right = left * rstd, right * rstd
         partial = partial_ptr + (tl.program_id(0) * heads + head) * 2 * HALF + cols
-        tl.store(partial, tl.sum(d_left * left, 0))
-        tl.store(partial + HALF, tl.sum(d_right * right, 0))
-        d_left *= tl.load(weight_ptr + cols).to(tl.float32)[None, :]
-        d_right *= tl.load(weight_ptr + HALF + cols).to(tl.float32)[None, :]
+        tl.store(partial, tl.sum(d_left * left, 0), mask=lanes)
+        tl.store(partial + HALF, tl.sum(d_right * right, 0), mask=lanes)
+        d_left *= tl.load(weight_ptr + cols, mask=lanes, other=0.0).to(tl.float32)[None, :]
+        d_right *= tl.load(weight_ptr + HALF + cols, mask=lanes, other=0.0).to(tl.float32)[None, :]
         mean = ((tl.sum(d_left * left, 1) + tl.sum(d_right * right, 1)) / (2 * HALF))[:, None]
         d_left = rstd * (d_left - left * mean)
         d_right = rstd * (d_right - right * mean)
@@ -145,7 +147,7 @@ def _turn(x_tx: Tensor, weight_e: Tensor | None, cos_td: Tensor, sin_td: Tensor,
     out_the = x_tx.new_empty(tokens, heads, 2 * half)
     _heads_forward[(triton.cdiv(tokens, _BLOCK_T), heads)](
         x_tx, out_the, x_tx if weight_e is None else weight_e, cos_td, sin_td, tokens, x_tx.stride(0), heads, eps,
-        HALF=half, BLOCK=_BLOCK_T, NORM=weight_e is not None,
+        HALF=half, PADDED=triton.next_power_of_2(half), BLOCK=_BLOCK_T, NORM=weight_e is not None,
     )  # fmt: skip
     return out_the
 
@@ -160,7 +162,8 @@ def _unturn(
     partial = torch.empty((blocks, heads, width) if norm else (1,), device=x_tx.device, dtype=torch.float32)
     _heads_backward[(blocks, heads)](
         x_tx, grad_the.contiguous(), dx_tx, weight_e if norm else x_tx, cos_td, sin_td, partial,
-        tokens, x_tx.stride(0), dx_tx.stride(0), heads, eps, HALF=width // 2, BLOCK=_BLOCK_T, NORM=norm,
+        tokens, x_tx.stride(0), dx_tx.stride(0), heads, eps, HALF=width // 2, PADDED=triton.next_power_of_2(width // 2),
+        BLOCK=_BLOCK_T, NORM=norm,
     )  # fmt: skip
     return None if weight_e is None else partial.sum(dim=(0, 1)).to(weight_e.dtype)
 
@@ -207,6 +210,6 @@ def query_key_value(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cut, norm and rotate; see :func:`vime_megatron.kernels.plain.query_key_value`.
 
-    The halves of a head must be a power of two wide (64 for the usual head of 128), as Triton's blocks are.
+    A half of a head that is not a power of two wide, as Triton's blocks are, leaves lanes idle.
     """
     return _QueryKeyValue.apply(qkv_tx, q_weight_e, k_weight_e, cos_td, sin_td, layout)  # type: ignore[no-untyped-call]

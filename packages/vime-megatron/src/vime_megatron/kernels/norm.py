@@ -66,6 +66,11 @@ def _backward(  # type: ignore[no-untyped-def]
     tl.store(partial_ptr + tl.program_id(0) * width + cols, total, mask=inside)
 
 
+def _warps(block: int) -> int:
+    """Give each thread 16 values of a row at most, as far as a program has threads."""
+    return min(16, max(1, block // 512))
+
+
 def _run_forward(x_tm: Tensor, added_tm: Tensor | None, weight_m: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return norm, sum and reciprocal deviations ``[t]``; the sum is ``x_tm`` itself when nothing is added."""
     width = weight_m.numel()
@@ -76,7 +81,7 @@ def _run_forward(x_tm: Tensor, added_tm: Tensor | None, weight_m: Tensor, eps: f
     if rows:
         _forward[(rows,)](
             x_tm, x_tm if added_tm is None else added_tm, sum_tm, out_tm, weight_m, rstd_t, width, eps,
-            BLOCK=block, ADD=added_tm is not None, num_warps=4 if block <= 2048 else 8,
+            BLOCK=block, ADD=added_tm is not None, num_warps=_warps(block),
         )  # fmt: skip
     return out_tm, sum_tm, rstd_t
 
@@ -99,7 +104,7 @@ class _AddNorm(torch.autograd.Function):
         if rows:
             _backward[(programs,)](
                 sum_tm, weight_m, rstd_t, grad_tm.contiguous(), along_tm.contiguous(), dx_tm, partial_pm,
-                rows, programs, width, BLOCK=block, num_warps=4 if block <= 2048 else 8,
+                rows, programs, width, BLOCK=block, num_warps=_warps(block),
             )  # fmt: skip
         return dx_tm, dx_tm if ctx.adds else None, partial_pm.sum(dim=0).to(weight_m.dtype), None
 
