@@ -110,6 +110,7 @@ def test_attributes_of_modules_that_move_are_needs() -> None:
         size = mpu.get_tensor_model_parallel_world_size() + torch.cuda.device_count()
         def f(x: engine.Request = engine.core.DEFAULT):
             return [y.z for y in engine.outputs(x)]
+        mpu.ours = engine.pool.size = 1
     """
     assert needs(source) == [
         [["megatron.core.parallel_state"]],
@@ -118,6 +119,7 @@ def test_attributes_of_modules_that_move_are_needs() -> None:
         [["megatron.core.parallel_state.get_tensor_model_parallel_world_size"]],
         [["vllm.v1.engine.Request", "vllm.v1.engine.core", "vllm.v1.engine.core.DEFAULT"]],
         [["vllm.v1.engine.outputs"]],
+        [["vllm.v1.engine.pool"]],
     ]
 
 

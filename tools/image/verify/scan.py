@@ -179,8 +179,11 @@ class _Scan:
 
     def _of_expression(self, node: ast.expr) -> Iterator[Symbol]:
         for inner in ast.walk(node):
-            if isinstance(inner, ast.Attribute) and (symbol := self._attribute(inner)):
-                yield symbol
+            if isinstance(inner, ast.Attribute):
+                # What our code sets itself need not be there before.
+                symbol = self._attribute(inner) if isinstance(inner.ctx, ast.Load) else None
+                if symbol is not None:
+                    yield symbol
             elif isinstance(inner, ast.Call) and (module := _imported_by_text(inner)):
                 yield Symbol(module)
             else:
