@@ -3,11 +3,11 @@
     python tools/rehearse_image.py docker/Dockerfile.cuda --python base/bin/python --megatron MEGATRON-LM --root image
 
 ``base`` is an environment with pip, torch and vLLM's CPU build of the pinned release; it stands for what the base image
-has, and is changed. The text of each RUN is taken from the Dockerfile and run by bash, in order, with its ARG and ENV and in its WORKDIR;
-``/opt`` becomes a folder of ``--root``, and ``python3`` the given interpreter. So what is rehearsed is what is built: the pins, the guard, every install under them, and the verification at the end (as a CPU
-image). Left out, each with its reason, are the steps that belong to the machine or to a GPU's base. A resolution that
-cannot be, a path that is none, or two packages that do not import together is found here in minutes instead of by the
-first build.
+has, and is changed. The text of each RUN is taken from the Dockerfile and run by bash, in order, with its ARG and ENV
+and in its WORKDIR; ``/opt`` becomes a folder of ``--root``, and ``python3`` the given interpreter. So what is rehearsed
+is what is built: the pins, the guard, every install under them, and the verification at the end (as a CPU image). Left
+out, each with its reason, are the steps that belong to the machine or to a GPU's base. A resolution that cannot be, a
+path that is none, or two packages that do not import together is found here in minutes instead of by the first build.
 
 Exit: 0; 1 where a step failed, with the end of what it said.
 """
