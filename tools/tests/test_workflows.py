@@ -38,6 +38,7 @@ def test_ci_runs_the_command_of_the_readme() -> None:
     text = (ROOT / ".github/workflows/ci.yml").read_text()
     assert "run: make test" in job(text, "test")
     assert "pull_request_target" not in text
+    assert "tools/verify_image.py" in job(text, "verify"), "the part of the verification that takes minutes"
 
 
 def test_what_builds_cannot_publish_and_what_publishes_runs_nothing() -> None:
