@@ -124,6 +124,16 @@ def test_offload_and_back_changes_nothing(make_trainer, tiny, batch):
     assert losses[0] == losses[1]
 
 
+def test_without_host_memory_nothing_moves(make_trainer, tiny, batch, monkeypatch):
+    trainer = make_trainer(tiny, dtype="bfloat16")
+    first = trainer.step(batch, sft_loss)
+    monkeypatch.setattr("vime_megatron.offload._SLAB_BYTES", 1 << 60)
+    with pytest.raises(TrainerError, match="nothing was moved"):
+        trainer.offload()
+    assert trainer.memory()["offloaded_gib"] == 0
+    assert trainer.step(batch, sft_loss).loss < first.loss
+
+
 def test_weights_stay_once_their_addresses_are_out(make_trainer, tiny):
     trainer = make_trainer(tiny)
     trainer.source()

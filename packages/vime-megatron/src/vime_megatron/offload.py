@@ -99,11 +99,16 @@ class Parking:
 
         Returns:
             What was done.
+
+        Raises:
+            TrainerError: The host memory cannot be had; nothing was moved.
         """
         started, before = time.perf_counter(), self._free()
         copied = dropped = 0
-        for kind, tensors in groups.items():
-            moved = self._leave(kind, _distinct(tensors))
+        leaving = {kind: _moved(kind, tensors) for kind, tensors in groups.items()}
+        self._reserve([moved for moved in leaving.values() if moved.copied])
+        for kind, moved in leaving.items():
+            self._leave(moved)
             self._away[kind] = moved
             if moved.copied:
                 copied += sum(moved.sizes)
@@ -137,24 +142,32 @@ class Parking:
             self._spare += self._away.pop(kind).slabs
         return self._report(kinds, copied, dropped, before, started)
 
-    def _leave(self, kind: str, tensors: list[Tensor]) -> _Moved:
-        sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
-        moved = _Moved(tensors, sizes, copied=kind != "gradients")
+    def _reserve(self, leaving: Sequence[_Moved]) -> None:
+        """Give each the slabs that its bytes need, all of them before anything moves."""
+        counts = [-(-sum(moved.sizes) // _SLAB_BYTES) for moved in leaving]
+        pin = self._device.type == "cuda"
+        while len(self._spare) < sum(counts):
+            try:
+                self._spare.append(torch.empty(_SLAB_BYTES, dtype=torch.uint8, pin_memory=pin))
+            except RuntimeError as error:
+                raise TrainerError(
+                    "no host memory to offload to",
+                    where=f"{self._pinned / 2**30:.0f} GiB are held, {sum(counts)} are needed at once",
+                    seen=str(error).splitlines()[0],
+                    expected="memory that can be pinned",
+                    fix="nothing was moved: raise the host's or container's memory limit, or offload gradients only",
+                ) from error
+            self._pinned += _SLAB_BYTES
+        for moved, count in zip(leaving, counts, strict=True):
+            moved.slabs = [self._spare.pop() for _ in range(count)]
+
+    def _leave(self, moved: _Moved) -> None:
         if moved.copied:
-            moved.slabs = [self._slab() for _ in range(-(-sum(sizes) // _SLAB_BYTES))]
-            for part, host in _pieces(tensors, moved.slabs):
+            for part, host in _pieces(moved.tensors, moved.slabs):
                 host.copy_(part, non_blocking=True)
         self._synchronize()
-        for tensor in tensors:
+        for tensor in moved.tensors:
             tensor.untyped_storage().resize_(0)
-        return moved
-
-    def _slab(self) -> Tensor:
-        if self._spare:
-            return self._spare.pop()
-        slab = torch.empty(_SLAB_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        self._pinned += _SLAB_BYTES
-        return slab
 
     def _free(self) -> int:
         if self._device.type != "cuda":
@@ -170,6 +183,12 @@ class Parking:
     def _report(self, what: Iterable[str], copied: int, dropped: int, before: int, started: float) -> MoveReport:
         freed = self._free() - before
         return MoveReport(tuple(what), copied, dropped, freed, time.perf_counter() - started, self._pinned)
+
+
+def _moved(kind: str, tensors: Iterable[Tensor]) -> _Moved:
+    """Describe storages of one kind that are about to leave."""
+    distinct = _distinct(tensors)
+    return _Moved(distinct, [tensor.untyped_storage().nbytes() for tensor in distinct], copied=kind != "gradients")
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
