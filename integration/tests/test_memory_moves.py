@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from vime_devices import Platform
 from vime_grpo.config import RunConfig, config_from_dict
+from vime_integration.actors.trainer import trainer_config
 from vime_integration.errors import PipelineError, PlacementError
 from vime_integration.memory import moved_metrics, slept_metrics
 from vime_integration.placement import place
 from vime_integration.sharing import choose, offloads, sleeps
+from vime_integration.translate import head_arguments
 from vime_sync.errors import AliasError
 
 GIB = 2**30
@@ -51,6 +53,16 @@ def test_an_engine_that_sleeps_and_keeps_its_memory_is_found() -> None:
     assert slept_metrics([{}], [{}]) == {}
     with pytest.raises(PipelineError, match=r"kept its memory.*trainer-0"):
         slept_metrics([{"device_free_gib": 10.0}], [{"device_free_gib": 10.0}])
+
+
+def test_both_sides_have_float32_logits_unless_told_otherwise() -> None:
+    half = {"dtype": "bfloat16"}
+    assert head_arguments(config(engine=half)) == ["--hf-overrides", '{"head_dtype": "float32"}']
+    assert head_arguments(config(engine={"dtype": "float32"})) == [], "they are float32 anyway"
+    models_own = config(engine=half, model={"path": "/models/any", "head_dtype": "model"})
+    assert head_arguments(models_own) == []
+    assert trainer_config(config(engine=half)).head_dtype == "float32"
+    assert trainer_config(models_own).head_dtype == "model"
 
 
 def test_colocated_engines_on_gpus_run_on_the_trainers_weights_and_the_trainer_makes_room() -> None:

@@ -31,6 +31,7 @@ from vime_integration.mending import GRACE_S, Mending, Written
 from vime_integration.placement import Placement, Seat
 from vime_integration.run_folder import RunFolder
 from vime_integration.sharing import choose, offloads, shares_devices, sleeps
+from vime_integration.translate import head_arguments
 from vime_integration.wait import fetch, gather
 
 logger = logging.getLogger(__name__)
@@ -255,7 +256,7 @@ class Fleet:
             enforce_eager=config.enforce_eager,
             enable_sleep_mode=self.sleeps,
             cpu=CpuOptions(kv_cache_gib=config.kv_cache_gib, threads=seat.threads) if on_cpu else None,
-            arguments=(*arguments, *config.extra_args),
+            arguments=(*arguments, *head_arguments(self._config), *config.extra_args),
             environment={**environment, **engine_environment()},
             log_path=str(self._log(seat.name)),
             max_concurrency=self._config.rollout.concurrency,

@@ -6,6 +6,7 @@ The packages do not know each other's configuration; what one key of the run mea
 from __future__ import annotations
 
 import dataclasses
+import json
 
 from vime_grpo import RunConfig
 from vime_rollout import DataConfig, RolloutConfig, RowKeys, SamplingParams
@@ -53,6 +54,16 @@ def rollout_config(config: RunConfig) -> RolloutConfig:
         # The samples of a prompt share its keys and values when one engine has them all.
         sticky_groups=config.engine.servers > 1,
     )
+
+
+def head_arguments(config: RunConfig) -> list[str]:
+    """Return the engine's arguments that make its logits what the trainer's are; none where they are float32 anyway.
+
+    A vLLM that does not know the key (before 0.32 it is for pooling models) ignores it.
+    """
+    if config.model.head_dtype == "model" or config.engine.dtype == "float32":
+        return []
+    return ["--hf-overrides", json.dumps({"head_dtype": config.model.head_dtype})]
 
 
 def step_deadline(config: RunConfig) -> float:

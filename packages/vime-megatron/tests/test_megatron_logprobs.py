@@ -56,6 +56,25 @@ def test_half_precision_weights_get_a_float32_softmax():
     torch.testing.assert_close(logprobs, wanted, rtol=0.02, atol=0.02)
 
 
+def test_float32_logits_leave_only_the_rounding_of_states_and_rows():
+    generator = torch.Generator().manual_seed(0)
+    hidden = (4 * torch.randn(64, 16, generator=generator)).bfloat16().requires_grad_()
+    weight = torch.randn(50, 16, generator=generator).bfloat16().requires_grad_()
+    targets = torch.arange(64) % 50
+    wanted, _ = dense(hidden.double(), weight.double(), targets, 1.0)
+    expected = torch.autograd.grad(wanted.sum(), (hidden, weight))
+    errors = {}
+    for wide in (False, True):
+        shard = VocabShard(start=0, rows=50, group=None, chunk=5, float32_logits=wide)
+        logprobs, _ = token_logprobs(hidden, weight, targets, temperature=1.0, shard=shard)
+        gradients = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+        assert [g.dtype for g in gradients] == [torch.bfloat16] * 2
+        for found, exact in zip(gradients, expected, strict=True):
+            assert (found - exact).norm() < 0.02 * exact.norm()
+        errors[wide] = float((logprobs - wanted).abs().max())
+    assert errors[True] < 1e-5 < 1e-2 < errors[False], "logits of 16 and more have steps of an eighth in bfloat16"
+
+
 def test_only_a_chunk_of_logits_exists_at_a_time(monkeypatch):
     import vime_megatron.logprobs as module
 

@@ -68,6 +68,7 @@ def trainer_config(config: RunConfig) -> TrainerConfig:
         max_sequence_length=config.rollout.max_context_tokens,
         temperature=config.rollout.temperature,
         logprob_chunk_tokens=section.logprob_chunk_tokens,
+        head_dtype=config.model.head_dtype,
         recompute=section.activation_recompute,
         seed=section.seed,
         # Both only tell where the weights lie on a CPU; on a GPU they are device memory either way.

@@ -14,6 +14,7 @@ from vime_megatron.errors import TrainerError
 
 Dtype = Literal["float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
+HeadDtype = Literal["model", "float32"]
 AttentionBackend = Literal["auto", "sdpa", "varlen", "flash", "te"]
 KernelBackend = Literal["auto", "torch", "triton"]
 Recompute = Literal["none", "selective", "full"]
@@ -103,6 +104,7 @@ class TrainerConfig:
         max_sequence_length: Longest sequence accepted; ``None`` takes the model's own limit.
         temperature: Divides the logits before the softmax, as the rollout's sampler did.
         logprob_chunk_tokens: Positions whose logits exist at one time; bounds the memory of the vocabulary projection.
+        head_dtype: Type of the logits: the weights' own (``model``), or ``float32``, for engines that do likewise.
         recompute: Activations that the backward pass computes again instead of keeping: ``selective`` those that are
             cheap (outputs of norms and of the gated activation), ``full`` each layer from its input.
         kernels: Steps between the matrix products; ``auto`` takes Triton on a GPU in half precision, else torch.
@@ -130,6 +132,7 @@ class TrainerConfig:
     max_sequence_length: int | None = None
     temperature: float = 1.0
     logprob_chunk_tokens: int = 1024
+    head_dtype: HeadDtype = "model"
     recompute: Recompute = "none"
     kernels: KernelBackend = "auto"
     attention: AttentionBackend = "auto"

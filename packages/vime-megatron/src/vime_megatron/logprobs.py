@@ -4,13 +4,14 @@ For token ``i`` with hidden state ``x``, rows ``W`` of the vocabulary and temper
 ``z = W x / T``; wanted are ``log p(y) = z_y - logsumexp(z)`` and ``H = -sum_j p_j log p_j``. Only ``c`` tokens' logits
 exist at a time, in the forward pass and again in the backward pass, which recomputes them: with the fused kernels the
 extra memory is ``c V / ranks`` values of the weights' type however long the row is (in plain torch three times that, in
-float32). The softmax is float32 whatever the weights are. The vocabulary's gradient is summed over the chunks in
-float32: in the trainer's gradient buffer (``weight.main_grad``) where there is one, and autograd then gets none to add;
-else in a buffer of its own, which is returned.
+float32). The softmax is float32 whatever the weights are. With ``float32_logits`` the logits are so too, at twice their
+memory: in bfloat16 a logit of 20 is rounded by up to a sixteenth, by the trainer and by the engine each in its way.
+
+The vocabulary's gradient is summed over the chunks in float32: in the trainer's gradient buffer (``weight.main_grad``)
+where there is one, and autograd then gets none to add; else in a buffer of its own, which is returned.
 
 Each rank reduces its columns to a peak, a mass and a moment relative to that peak; two small reductions a row join
-them:
-with ``d = peak - max(peaks)``, a rank's share of the mass is ``exp(d) mass`` and of the moment
+them: with ``d = peak - max(peaks)``, a rank's share of the mass is ``exp(d) mass`` and of the moment
 ``exp(d) (moment + d mass)``.
 
 Gradients (``p`` recomputed): ``d log p(y) / dz_j = [j = y] - p_j`` and ``dH / dz_j = -p_j (log p_j + H)``.
@@ -40,6 +41,7 @@ class VocabShard:
         group: Tensor-parallel group, or ``None`` for one rank.
         chunk: Tokens whose logits exist at one time.
         kernels: What runs over the logits.
+        float32_logits: Multiply half-precision states and rows into float32 logits, as they are summed anyway.
     """
 
     start: int
@@ -47,6 +49,7 @@ class VocabShard:
     group: dist.ProcessGroup | None
     chunk: int
     kernels: Kernels = PLAIN
+    float32_logits: bool = False
 
 
 def token_logprobs(
@@ -70,7 +73,12 @@ def token_logprobs(
 
 
 def _logits(hidden_cm: Tensor, weight_vm: Tensor, shard: VocabShard) -> Tensor:
-    return hidden_cm @ weight_vm[: shard.rows].t()
+    rows_mv = weight_vm[: shard.rows].t()
+    if not shard.float32_logits or hidden_cm.element_size() > 2:
+        return hidden_cm @ rows_mv
+    if hidden_cm.is_cuda:
+        return torch.mm(hidden_cm, rows_mv, out_dtype=torch.float32)  # no float32 copy of the rows
+    return hidden_cm.float() @ rows_mv.float()
 
 
 def _columns(targets_c: Tensor, shard: VocabShard) -> Tensor:
@@ -119,7 +127,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropy_t[span],
                 grad_logprobs_t[span],
                 grad_entropy_t[span],
-            )
+            ).to(weight_vm.dtype)
             torch.mm(grad_cv, weight_vm[: shard.rows], out=grad_hidden_tm[span])
             shard.kernels.accumulate(grad_weight_vm[: shard.rows], grad_cv, hidden_tm[span])
             del grad_cv

@@ -176,7 +176,8 @@ class MegatronTrainer:
         each = -(-self.shape.vocab // layout.tp_size)
         start = layout.tp_rank * each
         rows = max(0, min(each, self.shape.vocab - start))
-        return VocabShard(start, rows, self.topology.tp_group, self.config.logprob_chunk_tokens, kernels)
+        chunk, wide = self.config.logprob_chunk_tokens, self.config.head_dtype == "float32"
+        return VocabShard(start, rows, self.topology.tp_group, chunk, kernels, float32_logits=wide)
 
     def step(self, sequences: Sequence[TrainSequence], loss: TokenLoss) -> StepMetrics:
         """Do one optimiser step on the global batch.

@@ -62,6 +62,11 @@ class ModelSection(Section):
         description="Hugging Face folder of the policy: config.json, safetensors, tokenizer and chat template. The "
         "trainer starts from it and the engines serve it."
     )
+    head_dtype: Literal["model", "float32"] = Field(
+        default="float32",
+        description="Type of the output logits, in trainer and engines alike: float32, or that of the weights, which "
+        "in half precision rounds every logprob on each side by itself.",
+    )
 
 
 class DataSection(Section):
