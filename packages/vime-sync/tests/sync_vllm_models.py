@@ -205,6 +205,41 @@ def load(publisher, folder, kind, **options):
         return wrapped(model, made), seen.nbytes
 
 
+def asked(publisher, folder):
+    """Where the load format asks for memory. As on a GPU, torch's default device is another one than when it built."""
+    from unittest import mock
+
+    from vime_sync.errors import AliasError
+    from vime_sync.vllm_plugin import loader as module
+
+    seen = []
+
+    def bind(model, manifest, assign):
+        seen.append(str(model.device))
+        raise AliasError("that is all")
+
+    with mock.patch.object(module, "bind", bind), contextlib.suppress(AliasError), as_if_elsewhere():
+        load(publisher, folder, "alias")
+    return seen
+
+
+@contextlib.contextmanager
+def as_if_elsewhere():
+    """Weights are loaded with torch's default device set to another one than the model is built on."""
+    from unittest import mock
+
+    from vime_sync.vllm_plugin.loader import VimeModelLoader
+
+    inner = VimeModelLoader.load_weights
+
+    def elsewhere(self, model, config):
+        with torch.device("meta"):
+            inner(self, model, config)
+
+    with mock.patch.object(VimeModelLoader, "load_weights", elsewhere):
+        yield
+
+
 def aliased(folder):
     """The whole load format on a model that is aliased, one that is built with memory, and one that is refused."""
     from vime_sync.publisher import Publisher
@@ -237,6 +272,7 @@ def aliased(folder):
         fill(publisher.source, BIG, 1)
         for lease in view.alias().leases:
             lease.close()
+    found["device"] = asked(publisher, folder)
     publisher.close()
     with Publisher(WeightSource.from_tensors(weights(BIG))) as other:
         other.stage(0)

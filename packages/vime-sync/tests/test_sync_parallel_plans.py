@@ -85,6 +85,10 @@ def test_an_aliased_model_is_never_allocated(cases):
     assert found["allocate"] >= found["large"] > 4 * found["frugal"]
 
 
+def test_memory_is_asked_for_where_the_model_was_built(cases):
+    assert cases["aliased"]["device"] == ["cpu"]
+
+
 def test_a_model_that_cannot_be_aliased_is_allocated_after_all_and_says_why(cases):
     found = cases["aliased"]
     assert "live tensors cannot be aliased" in found["refused"]

@@ -33,7 +33,7 @@ from vime_sync.aliasing import AliasMap, bind
 from vime_sync.digest import digest_box
 from vime_sync.errors import AliasError, SyncError
 from vime_sync.layout import whole
-from vime_sync.vllm_plugin.unallocated import allocate, rebinder, require_parameters_only, unallocated
+from vime_sync.vllm_plugin.unallocated import allocate, device_of, rebinder, require_parameters_only, unallocated
 
 #: Where the loader leaves its findings on the model.
 ATTRIBUTE = "vime_sync_obstacles"
@@ -67,9 +67,9 @@ class _Unloaded:
 
     rank, world_size = 0, 1
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model: Any = model
-        self.device = torch.empty(0).device  # where vLLM builds it; its parameters may have no memory yet
+        self.device = device
 
     def live(self) -> dict[str, torch.Tensor]:
         return {
@@ -123,6 +123,7 @@ class VimeModelLoader(BaseModelLoader):
         inner.load_format = load_format
         inner.model_loader_extra_config = {}
         self._inner = loader(inner)
+        self._built_on = torch.device("cpu")
         self._before: dict[str, _Fingerprint] = {}
         self._attributes: dict[str, set[str]] = {}
 
@@ -139,7 +140,8 @@ class VimeModelLoader(BaseModelLoader):
         if not self._frugal:
             built: torch.nn.Module = super().create_model(vllm_config, model_config, prefix)
             return built
-        with unallocated(torch.empty(0).device):
+        self._built_on = torch.empty(0).device
+        with unallocated(self._built_on):
             model: torch.nn.Module = super().create_model(vllm_config, model_config, prefix)
         require_parameters_only(model)
         return model
@@ -147,7 +149,7 @@ class VimeModelLoader(BaseModelLoader):
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Load as the inner loader does (or alias), then take fingerprints."""
         if self._kind not in _ALIASED or not self._alias(model):
-            allocate(model, torch.empty(0).device)
+            allocate(model, device_of(model, self._built_on))
             self._inner.load_weights(model, model_config)
         if current_platform.is_cpu():
             _keep_plain(model)
@@ -178,7 +180,8 @@ class VimeModelLoader(BaseModelLoader):
             rebind(parameters[name], view)
 
         try:
-            binding = bind(_Unloaded(model), json.loads(self._manifest.read_text()), assign)
+            unloaded = _Unloaded(model, device_of(model, self._built_on))
+            binding = bind(unloaded, json.loads(self._manifest.read_text()), assign)
         except AliasError as error:
             if self._kind == "alias":
                 raise

@@ -12,6 +12,7 @@ hold something: `require_parameters_only` refuses such a model by name rather th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -126,6 +127,22 @@ def _as(parameter: Any, data: torch.Tensor) -> torch.Tensor:
     made.__class__ = parameter.__class__
     made.__dict__ = parameter.__dict__.copy()
     return made
+
+
+def device_of(model: torch.nn.Module, built_on: torch.device) -> torch.device:
+    """Where a model is or will be, although most of its parameters may have no memory yet.
+
+    torch's default device does not tell: vLLM builds a model with it set, and loads with it unset.
+
+    Args:
+        model: As it was built; its small parameters have memory.
+        built_on: The answer for a model in which nothing has.
+
+    Returns:
+        The device.
+    """
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), built_on)
 
 
 def allocate(model: torch.nn.Module, device: torch.device) -> None:
