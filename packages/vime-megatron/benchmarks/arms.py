@@ -57,7 +57,7 @@ ARMS: dict[str, dict[str, Any]] = {
         settings={"recompute": "selective"},
     ),
     "vocabulary": {"kind": "vocabulary"},
-    "compare": _train(steps=1, compare={"rounds": 2, "steps": 3}, profile=True),
+    "compare": _train(steps=1, compare={"rounds": 2, "steps": 4}, profile=True),
     "offload-8b": _train(shape="8B-15", documents=[2048], budget=2048, steps=2, cycles=5, pinning=True),
     "compare-tiny": _train(
         shape="tiny", documents=[40, 30, 20], steps=1, budget=128, compare={"rounds": 2, "steps": 2}, cycles=3,

@@ -18,6 +18,7 @@ import torch
 from arms import EVEN, MIXED
 from torch import Tensor
 from vime_megatron.kernels import PLAIN, triton_kernels
+from vime_megatron.kernels import layer as layer_kernels
 from vime_megatron.kernels import vocab as vocab_kernels
 from vime_megatron.kernels.plain import HeadLayout
 from vime_megatron.logprobs import VocabShard, token_logprobs
@@ -237,15 +238,15 @@ def _vocabulary(results: dict[str, Any], save: Save) -> None:
         token_logprobs(hidden, weight, targets, temperature=1.0, shard=replace(shard, chunk=chunk))
 
     def statistics_of(block: int, warps: int, logits: Tensor, rows: Tensor) -> dict[str, Any]:
-        kept = vocab_kernels._BLOCK_V, vocab_kernels._WARPS
-        vocab_kernels._BLOCK_V, vocab_kernels._WARPS = block, warps
+        kept = vocab_kernels._STATISTICS_BLOCK_V, vocab_kernels._STATISTICS_WARPS
+        vocab_kernels._STATISTICS_BLOCK_V, vocab_kernels._STATISTICS_WARPS = block, warps
         try:
             spent = timed(lambda: vocab_kernels.vocab_statistics(logits, rows, 1.0))
         finally:
-            vocab_kernels._BLOCK_V, vocab_kernels._WARPS = kept
+            vocab_kernels._STATISTICS_BLOCK_V, vocab_kernels._STATISTICS_WARPS = kept
         return {"ms": round(spent, 4), "gb_s": round(2 * logits.numel() / spent / 1e6)}
 
-    chunks = (1024, 2048, 4096, 8192)
+    chunks = (1024, 2048, 4096)
     with torch.no_grad():
         alone = {chunk: timed(partial(products, chunk), repeats=5) for chunk in chunks}
         best = min(alone.values())
@@ -258,6 +259,21 @@ def _vocabulary(results: dict[str, Any], save: Save) -> None:
             }  # fmt: skip
             save(results)
         logits = hidden[:2048] @ weight.t()
-        for block, warps in ((4096, 8), (4096, 4), (4096, 16), (2048, 4), (2048, 8), (8192, 8), (8192, 16), (1024, 4)):
+        for block, warps in ((4096, 4), (8192, 8), (8192, 4), (4096, 2), (16384, 8), (16384, 16)):
             measure = partial(statistics_of, block, warps, logits, targets[:2048])
             _try(results, f"block-{block}-warps-{warps}", measure, save)
+        for tokens in (16, 32, 64):
+            _try(results, f"heads-{tokens}-tokens", partial(_heads_alone, tokens), save)
+
+
+def _heads_alone(tokens: int) -> dict[str, Any]:
+    """Time the kernels that norm and rotate 16 query heads, without autograd around them."""
+    row, weight = _row(EVEN), _randn(128)
+    qkv, grad, dx = _randn(TOKENS, 32 * 128), _randn(TOKENS, 16, 128), _randn(TOKENS, 32 * 128)
+    kept, layer_kernels._BLOCK_T = layer_kernels._BLOCK_T, tokens
+    try:
+        turn = timed(lambda: layer_kernels._turn(qkv, weight, row.cos_td, row.sin_td, 16, 1e-6))
+        unturn = timed(lambda: layer_kernels._unturn(qkv, grad, dx, weight, row.cos_td, row.sin_td, 1e-6))
+    finally:
+        layer_kernels._BLOCK_T = kept
+    return {"forward_ms": round(turn, 4), "backward_ms": round(unturn, 4)}

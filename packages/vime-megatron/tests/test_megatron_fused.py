@@ -12,7 +12,7 @@ from vime_megatron.kernels import plain
 from vime_megatron.kernels.plain import HeadLayout
 from vime_megatron.losses import sft_loss
 
-NAMES = ("vime_megatron.kernels.layer", "vime_megatron.kernels.vocab", "vime_megatron.kernels.norm")
+NAMES = tuple(f"vime_megatron.kernels.{name}" for name in ("layer", "vocab", "norm", "adamw"))
 
 
 def _pure(name: str) -> bool:
@@ -82,8 +82,28 @@ def test_query_key_value(fused, width):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_update(fused):
+    draw = torch.Generator().manual_seed(2)
+    terms = plain.AdamWTerms(lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, decay=0.1, factor=0.5)
+    corrections = torch.tensor([[0.1, 0.001**0.5], [0.19, 0.001999**0.5]])
+    results = []
+    for module in (fused[3], plain):
+        draw.manual_seed(2)
+        states = [
+            plain.AdamWState(
+                *(torch.randn(shape, generator=draw) for _ in range(3)), torch.rand(shape, generator=draw), weight
+            )
+            for shape, weight in (((3, 1000), torch.zeros(3, 1000, dtype=torch.float16)), ((5,), None))
+        ]
+        module.adamw(states, corrections, terms)
+        results.append([tensor for s in states for tensor in (s.master, s.mean, s.square, s.weight, s.grad)])
+    for got, wanted in zip(*results, strict=True):
+        if wanted is not None:
+            torch.testing.assert_close(got, wanted, rtol=1e-3 if wanted.dtype == torch.float16 else 1e-5, atol=1e-6)
+
+
 def test_vocabulary(fused):
-    logits, rows, scale = 3 * torch.randn(4, 5000), torch.tensor([0, 4999, -1, 4096]), 0.7
+    logits, rows, scale = 3 * torch.randn(4, 9000), torch.tensor([0, 8999, -1, 8192]), 0.7
     found = fused[1].vocab_statistics(logits.clone(), rows, scale)
     for got, wanted in zip(found, plain.vocab_statistics(logits.clone(), rows, scale), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)

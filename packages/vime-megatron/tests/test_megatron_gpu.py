@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from vime_megatron import sft_loss
@@ -114,13 +116,27 @@ def test_fused_steps_train_as_plain_torch_does(make_trainer, tiny, batch):
     """Triton, ragged attention and sums inside the products against none of them: gradients and losses."""
     runs = []
     for settings in ({}, {"kernels": "torch", "attention": "sdpa"}):
-        trainer = make_trainer(tiny, dtype="bfloat16", **settings)
+        trainer = make_trainer(tiny, dtype="bfloat16", optimizer={"lr": 1e-2, "clip_grad": 0.0}, **settings)
         first = trainer.step(batch, sft_loss)
         gradients = [param.main_grad.clone() for param in trainer.params.values()]
         runs.append((gradients, [first.loss, *(trainer.step(batch, sft_loss).loss for _ in range(3))]))
     for name, found, wanted in zip(trainer.params, runs[0][0], runs[1][0], strict=True):
         assert float((found - wanted).norm() / wanted.norm()) < 0.05, name
     assert runs[0][1] == pytest.approx(runs[1][1], rel=0.02)
+
+
+def test_the_update_is_torch_s(make_trainer, tiny, batch):
+    runs = []
+    for own in (True, False):
+        trainer = make_trainer(tiny, dtype="bfloat16", optimizer={"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5})
+        assert trainer._kernels.adamw is not None
+        if not own:
+            trainer._kernels = replace(trainer._kernels, adamw=None)
+        for _ in range(3):
+            trainer.step(batch, sft_loss)
+        runs.append([param.detach().clone() for param in trainer.params.values()])
+    for found, wanted in zip(*runs, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0.01, atol=2e-3)
 
 
 def test_offload_frees_what_it_says_and_peaks_are_reported(make_trainer, tiny, batch):

@@ -118,6 +118,7 @@ class MegatronTrainer:
         if self.topology.cp_group is not None:
             core = share_heads(core, self.topology.cp_group)
         self._platform.seed(config.seed)
+        self._kernels = kernels
         self._frequencies = inverse_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
         self.model = build_policy(
             shape,
@@ -212,7 +213,9 @@ class MegatronTrainer:
             lr = float(self.optimizer.param_groups[0]["lr"])
             limit = self.config.optimizer.clip_grad
             with self._meter.phase("update"):
-                apply_update(self.optimizer, norm=norm, limit=limit, device=self._platform.device)
+                apply_update(
+                    self.optimizer, norm=norm, limit=limit, device=self._platform.device, kernels=self._kernels
+                )
                 self._platform.synchronize()
         self.state.step += 1
         return StepMetrics(

@@ -3,8 +3,9 @@
 Without TransformerEngine and Apex, Megatron measures and scales gradients parameter by parameter, through temporaries
 as large as the gradients, and checks them for infinities in a pass of their own. Here the norm comes from a handful of
 launches that are queued behind the backward pass; it is finite only if every gradient is, so it is the check too; and
-the clipping factor is handed to torch's one-pass AdamW, which reads each gradient anyway. The device is waited for
-once.
+the clipping factor is handed to what updates, which reads each gradient anyway: the trainer's own kernel, which writes
+the weight in half precision too, or torch's one-pass AdamW (where the distributed optimiser holds the state, whose
+weights Megatron copies and gathers). The device is waited for once.
 
 The order is: :func:`gradient_norm`, :func:`check_finite`, :func:`apply_update`.
 """
@@ -18,10 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
 from vime_megatron.errors import GradientError
-from vime_megatron.optim import inner_optimizers
+from vime_megatron.kernels import PLAIN, Kernels
+from vime_megatron.kernels.plain import AdamWState, AdamWTerms
 from vime_megatron.parallel import Topology
 
 _NORM_OFFSET = 1e-6  # Megatron's: keeps the clipping factor finite for a norm of 0
@@ -93,7 +96,7 @@ def _not_finite(params: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[
 
 
 @torch.no_grad()
-def apply_update(optimizer: Any, *, norm: float, limit: float, device: torch.device) -> None:
+def apply_update(optimizer: Any, *, norm: float, limit: float, device: torch.device, kernels: Kernels = PLAIN) -> None:
     """Clip by the global norm, update the masters and write the weights.
 
     Args:
@@ -101,13 +104,19 @@ def apply_update(optimizer: Any, *, norm: float, limit: float, device: torch.dev
         norm: The global norm.
         limit: Norm above which gradients are scaled down; 0 means no clipping.
         device: Where the optimiser's state lies.
+        kernels: What updates, if it can.
     """
-    factor = limit / (norm + _NORM_OFFSET) if limit else 1.0
-    scaled = [inner for inner in inner_optimizers(optimizer) if _one_pass(inner)] if factor < 1.0 else []
+    factor = min(1.0, limit / (norm + _NORM_OFFSET)) if limit else 1.0
+    own = [part for part in _parts(optimizer) if kernels.adamw is not None and _takes_own(part)]
+    for part in own:
+        _update(part, kernels, factor)
+    rest = [part for part in _parts(optimizer) if part not in own]
+    inners = [part.optimizer for part in rest if part.optimizer is not None]
+    scaled = [inner for inner in inners if _one_pass(inner)] if factor < 1.0 else []
     for inner in scaled:  # torch's fused AdamW divides each gradient by this as it reads it
-        inner.grad_scale = torch.tensor(1.0 / factor, device=device)  # type: ignore[attr-defined]
+        inner.grad_scale = torch.tensor(1.0 / factor, device=device)
     try:
-        for part in _parts(optimizer):
+        for part in rest:
             if factor < 1.0 and part.optimizer not in scaled:
                 grads = [param.grad for param in part.get_parameters() if param.grad is not None]
                 if grads:
@@ -115,9 +124,46 @@ def apply_update(optimizer: Any, *, norm: float, limit: float, device: torch.dev
             part.step_with_ready_grads()
     finally:
         for inner in scaled:
-            del inner.grad_scale  # type: ignore[attr-defined]
+            del inner.grad_scale
 
 
 def _one_pass(inner: torch.optim.Optimizer) -> bool:
     """Tell whether torch's fused AdamW runs there, which takes a divisor for the gradients."""
     return isinstance(inner, torch.optim.Adam) and all(group["fused"] for group in inner.param_groups)
+
+
+def _takes_own(part: Any) -> bool:
+    """Tell whether the trainer's kernel does what this optimiser would: AdamW over whole masters of half weights."""
+    inner = part.optimizer
+    return (
+        isinstance(part, Float16OptimizerWithFloat16Params)
+        and isinstance(inner, torch.optim.Adam)
+        and all(
+            group["decoupled_weight_decay"] and not group["amsgrad"] and not group["maximize"]
+            for group in inner.param_groups
+        )
+    )
+
+
+def _update(part: Any, kernels: Kernels, factor: float) -> None:
+    """Do what ``part.step_with_ready_grads`` does, in one pass; the state stays torch's, names and counts included."""
+    assert kernels.adamw is not None
+    pairs = zip(part.fp32_from_float16_groups, part.float16_groups, strict=True)
+    weights = {id(m): w.data for masters, halves in pairs for m, w in zip(masters, halves, strict=True)}
+    for group in part.optimizer.param_groups:
+        masters: list[Tensor] = []
+        grads: list[Tensor] = []
+        means: list[Tensor] = []
+        squares: list[Tensor] = []
+        counts: list[Tensor] = []
+        part.optimizer._init_group(group, masters, grads, means, squares, [], counts)  # makes what is not there yet
+        if not masters:
+            continue
+        torch._foreach_add_(counts, 1)
+        beta1, beta2 = group["betas"]
+        counts_n = torch.stack(counts).to(masters[0].device, torch.float64)
+        corrections_n2 = torch.stack((1 - beta1**counts_n, (1 - beta2**counts_n).sqrt()), dim=1).float()
+        tensors = zip(masters, grads, means, squares, strict=True)
+        states = [AdamWState(m.data, g, mean, square, weights.get(id(m))) for m, g, mean, square in tensors]
+        terms = AdamWTerms(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], factor)
+        kernels.adamw(states, corrections_n2, terms)

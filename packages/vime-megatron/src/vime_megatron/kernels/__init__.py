@@ -1,17 +1,17 @@
 """The memory-bound steps between the matrix products, and which implementation of them runs.
 
-Five steps of a decoder move far more bytes than they compute: the residual sums with their norms, the gated activation,
-the norm and rotation of queries and keys, the softmax over the vocabulary and the sum of weight gradients. In plain
+Six steps move far more bytes than they compute: the residual sums with their norms, the gated activation, the norm and
+rotation of queries and keys, the softmax over the vocabulary, the sum of weight gradients and the update. In plain
 torch each is a chain of passes over its tensors; fused, each input is read once and each output written once.
 
 ``plain`` holds them in torch, for any device and type, and is the definition that the others are tested against.
-``norm``, ``layer`` and ``vocab`` hold Triton kernels, which both vendors' compilers take. A trainer chooses once, says
-which, and a choice can be forced.
+``norm``, ``layer``, ``vocab`` and ``adamw`` hold Triton kernels, which both vendors' compilers take. A trainer chooses
+once, says which, and a choice can be forced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,14 @@ from vime_megatron.errors import PlatformError
 from vime_megatron.kernels import plain
 
 if TYPE_CHECKING:
-    from vime_megatron.kernels.plain import AddNorm, QueryKeyValue, VocabGradient, VocabStatistics
+    from vime_megatron.kernels.plain import (
+        AdamWState,
+        AdamWTerms,
+        AddNorm,
+        QueryKeyValue,
+        VocabGradient,
+        VocabStatistics,
+    )
 
 HalfTypes = (torch.bfloat16, torch.float16)
 
@@ -40,6 +47,7 @@ class Kernels:
         query_key_value: Differentiable split, norm and rotation of a stacked projection.
         vocab_statistics: Softmax statistics of a block of logits.
         vocab_gradient: Gradient of log-probability and entropy with respect to a block of logits.
+        adamw: One update of a group of parameters; ``None`` leaves it to torch's and Megatron's.
         accumulate: ``sum += a^T b`` in float32.
     """
 
@@ -51,6 +59,7 @@ class Kernels:
     vocab_statistics: VocabStatistics
     vocab_gradient: VocabGradient
     accumulate: Callable[[Tensor, Tensor, Tensor], None]
+    adamw: Callable[[Sequence[AdamWState], Tensor, AdamWTerms], None] | None = None
 
 
 PLAIN = Kernels(
@@ -77,7 +86,7 @@ def triton_kernels(device: torch.device) -> Kernels:
     Raises:
         ImportError: Triton is not installed.
     """
-    from vime_megatron.kernels import layer, norm, vocab
+    from vime_megatron.kernels import adamw, layer, norm, vocab
 
     wide = device.type == "cuda" and plain.wide_sums_work(device)
     return Kernels(
@@ -89,6 +98,7 @@ def triton_kernels(device: torch.device) -> Kernels:
         vocab_statistics=vocab.vocab_statistics,
         vocab_gradient=vocab.vocab_gradient,
         accumulate=plain.accumulate_wide if wide else plain.accumulate,
+        adamw=adamw.adamw,
     )
 
 

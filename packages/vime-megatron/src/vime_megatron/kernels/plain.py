@@ -7,6 +7,7 @@ this rank, ``m`` width of the model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +38,46 @@ class AddNorm(Protocol):
 
     def __call__(self, x_tm: Tensor, added_tm: Tensor | None, weight_m: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return the normed sum and the sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWState:
+    """One parameter's tensors, all of one shape.
+
+    Attributes:
+        master: The parameter in float32.
+        grad: Its gradient, float32; read only.
+        mean: First moment.
+        square: Second moment.
+        weight: The model's parameter in half precision, or ``None`` where the master is the model's.
+    """
+
+    master: Tensor
+    grad: Tensor
+    mean: Tensor
+    square: Tensor
+    weight: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWTerms:
+    """Settings of one update of a group of parameters.
+
+    Attributes:
+        lr: Learning rate.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second.
+        eps: Added to the deviation.
+        decay: Decoupled weight decay.
+        factor: Gradients are multiplied by this as they are read (clipping).
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+    factor: float
 
 
 class QueryKeyValue(Protocol):
@@ -215,6 +256,25 @@ def vocab_gradient(
     at_target_c = grad_logprob_c.where(rows_c >= 0, 0.0)
     grad_cv.scatter_add_(1, rows_c.clamp(min=0)[:, None], at_target_c[:, None])
     return grad_cv.mul_(scale).to(logits_cv.dtype)
+
+
+def adamw(states: Sequence[AdamWState], corrections_n2: Tensor, terms: AdamWTerms) -> None:
+    """Update masters, moments and weights in place (decoupled weight decay, arXiv 1711.05101).
+
+    Args:
+        states: The parameters of one group.
+        corrections_n2: For each of them ``1 - beta1^k`` and ``sqrt(1 - beta2^k)``, ``k`` the number of this update.
+        terms: The group's settings.
+    """
+    for state, (mean_correction, deviation_correction) in zip(states, corrections_n2.unbind(), strict=True):
+        grad = state.grad * terms.factor
+        state.mean.mul_(terms.beta1).add_(grad, alpha=1 - terms.beta1)
+        state.square.mul_(terms.beta2).addcmul_(grad, grad, value=1 - terms.beta2)
+        deviation = state.square.sqrt().div_(deviation_correction).add_(terms.eps)
+        state.master.mul_(1 - terms.lr * terms.decay)
+        state.master.sub_(terms.lr / mean_correction * state.mean / deviation)
+        if state.weight is not None:
+            state.weight.copy_(state.master)
 
 
 def accumulate(sum_vm: Tensor, a_cv: Tensor, b_cm: Tensor) -> None:

@@ -2,49 +2,59 @@
 
 The statistics are gathered online (Milakov and Gimelshein, arXiv 1805.02867): when the running peak rises from ``a`` to
 ``b``, what was summed so far is corrected by ``mass *= exp(a - b)`` and
-``moment = exp(a - b) (moment + (a - b) mass)``. Logits are read in their own type and summed in float32; the
-gradient overwrites them.
+``moment = exp(a - b) (moment + (a - b) mass)``. Inside, logits are in powers of two, which is what the hardware raises
+to. Logits are read in their own type and summed in float32; the gradient overwrites them.
 
 Suffixes as in :mod:`vime_megatron.kernels.plain`.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_V = 4096  # columns of a row that one program holds at a time
+_BLOCK_V = 4096  # columns of a row that a program of the gradient handles
 _WARPS = 8
+_STATISTICS_BLOCK_V = 8192  # columns that one of the statistics holds at a time: 32 values a thread, fewest joins
+_STATISTICS_WARPS = 8
+_LOG2E = math.log2(math.e)
+
+
+@triton.jit
+def _gather(z, peak, mass, moment):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Add columns to the statistics; logits in powers of two."""
+    higher = tl.maximum(peak, tl.max(z, 0))
+    shift = peak - higher
+    z -= higher
+    exp = tl.exp2(z)
+    shrink = tl.exp2(shift)
+    return higher, shrink * mass + tl.sum(exp, 0), shrink * (moment + shift * mass) + tl.sum(exp * z, 0)
 
 
 @triton.jit
 def _statistics(  # type: ignore[no-untyped-def]
-    logits_ptr, target_ptr, out_ptr, width, row_stride, count, scale, BLOCK: tl.constexpr,  # noqa: ANN001, N803
+    logits_ptr, target_ptr, out_ptr, width, row_stride, count, scale, log2e, BLOCK: tl.constexpr,  # noqa: ANN001, N803
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * row_stride
     lowest = -1e30  # finite: the products below must not be 0 * infinity
     peak, mass, moment = lowest, 0.0, 0.0
-    for start in range(0, width, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        inside = cols < width
-        z = tl.load(base + cols, mask=inside, other=0.0).to(tl.float32) * scale
-        z = tl.where(inside, z, lowest)
-        higher = tl.maximum(peak, tl.max(z, 0))
-        shift = peak - higher
-        z -= higher
-        exp = tl.where(inside, tl.exp(z), 0.0)
-        shrink = tl.exp(shift)
-        moment = shrink * (moment + shift * mass) + tl.sum(exp * z, 0)
-        mass = shrink * mass + tl.sum(exp, 0)
-        peak = higher
+    whole = width // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        z = tl.load(base + start + tl.arange(0, BLOCK)).to(tl.float32) * (scale * log2e)
+        peak, mass, moment = _gather(z, peak, mass, moment)
+    cols = whole + tl.arange(0, BLOCK)
+    z = tl.load(base + cols, mask=cols < width, other=0.0).to(tl.float32) * (scale * log2e)
+    peak, mass, moment = _gather(tl.where(cols < width, z, lowest), peak, mass, moment)
     column = tl.load(target_ptr + row)
     target = tl.load(base + tl.maximum(column, 0)).to(tl.float32) * scale
-    tl.store(out_ptr + row, peak)
+    tl.store(out_ptr + row, peak / log2e)
     tl.store(out_ptr + count + row, mass)
-    tl.store(out_ptr + 2 * count + row, moment)
+    tl.store(out_ptr + 2 * count + row, moment / log2e)
     tl.store(out_ptr + 3 * count + row, tl.where(column >= 0, target, 0.0))
 
 
@@ -70,8 +80,9 @@ def vocab_statistics(logits_cv: Tensor, rows_c: Tensor, scale: float) -> Tensor:
     out = torch.empty(4, count, device=logits_cv.device, dtype=torch.float32)
     if count:
         _statistics[(count,)](
-            logits_cv, rows_c, out, width, logits_cv.stride(0), count, scale, BLOCK=_BLOCK_V, num_warps=_WARPS
-        )
+            logits_cv, rows_c, out, width, logits_cv.stride(0), count, scale, _LOG2E,
+            BLOCK=_STATISTICS_BLOCK_V, num_warps=_STATISTICS_WARPS,
+        )  # fmt: skip
     return out
 
 
