@@ -23,7 +23,6 @@ from vime_integration.accept.runs import Mode, layout, overrides, run_config, ru
 from vime_integration.accept.stage_runs import (
     DIFFERENCE,
     ON_POLICY_DIFFERENCE,
-    grpo_async,
     judge_run,
     logprob_difference,
     throughput,
@@ -215,10 +214,11 @@ def test_a_run_is_the_documented_example_with_as_little_changed_as_can_be(tmp_pa
     assert not [text for text in overrides(here, Mode.COLOCATED) if "dtype" in text]
 
 
-def test_one_gpu_cannot_run_two_pools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("vime_integration.accept.stage_runs.usable_gpus", lambda _acceptance: 1)
-    report = grpo_async(Acceptance("cuda", 1, tmp_path))
-    assert "devices of their own" in report.skipped
+def test_one_gpu_is_shared_by_an_asynchronous_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert "pipeline.pools=shared" in overrides(Acceptance("cuda", 1, tmp_path), Mode.ASYNC)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert "pipeline.pools=shared" not in overrides(Acceptance("cuda", 2, tmp_path), Mode.ASYNC)
 
 
 def test_a_run_has_to_end_well_to_log_every_step_and_to_learn() -> None:

@@ -7,7 +7,7 @@
     ipc_probe           memory of every GPU, opened under every mask
     sync_bench          weights between two processes, with digests
     grpo_colocated      `vime-grpo train`, engines and trainer sharing the GPUs
-    grpo_async          the same on disjoint pools
+    grpo_async          asynchronously; on disjoint pools, if there are two GPUs
     logprob_difference  how far trainer and engine disagreed in those runs
     throughput          how fast they were
 

@@ -28,7 +28,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("ipc_probe", f"{_HERE}.stage_masks:ipc_probe", 1800.0, "memory of every GPU under every mask"),
     Stage("sync_bench", f"{_HERE}.stage_sync:sync_bench", 900.0, "weights between two processes, digests compared"),
     Stage("grpo_colocated", f"{_HERE}.stage_runs:grpo_colocated", 3600.0, "GRPO, engines and trainer sharing devices"),
-    Stage("grpo_async", f"{_HERE}.stage_runs:grpo_async", 3600.0, "GRPO, engines and trainer on disjoint pools"),
+    Stage("grpo_async", f"{_HERE}.stage_runs:grpo_async", 3600.0, "GRPO, engines and trainer at the same time"),
     Stage("logprob_difference", f"{_HERE}.stage_runs:logprob_difference", 120.0, "trainer and engine, token by token"),
     Stage("throughput", f"{_HERE}.stage_runs:throughput", 120.0, "tokens and seconds of these runs"),
 )

@@ -84,7 +84,7 @@ def example(mode: Mode) -> Path:
 
 
 def layout(acceptance: Acceptance, mode: Mode) -> tuple[int, int]:
-    """Return trainer ranks and engines: each on every GPU, or half of them apart.
+    """Return trainer ranks and engines: each on every GPU, or half of them apart; a single GPU is shared.
 
     Powers of two, because the batch has to divide; on a CPU one of each.
     """
@@ -110,6 +110,8 @@ def overrides(acceptance: Acceptance, mode: Mode) -> list[str]:
     ]
     if acceptance.devices is not Platform.CPU:
         found += ["trainer.dtype=bfloat16", "engine.dtype=bfloat16"]
+        if mode is Mode.ASYNC and usable_gpus(acceptance) < 2:
+            found += ["pipeline.pools=shared"]
     return found
 
 

@@ -17,7 +17,7 @@ from vime_devices import Platform
 
 from vime_integration.accept.output import say
 from vime_integration.accept.record import Acceptance, Report, Threshold
-from vime_integration.accept.runs import Mode, example, metrics_of, overrides, usable_gpus
+from vime_integration.accept.runs import Mode, example, metrics_of, overrides
 
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 ON_POLICY_DIFFERENCE = "train/on_policy_logprob_abs_diff"
@@ -36,12 +36,7 @@ def grpo_colocated(acceptance: Acceptance) -> Report:
 
 
 def grpo_async(acceptance: Acceptance) -> Report:
-    """Run the asynchronous pipeline; its pools are disjoint, so it needs two GPUs, or a CPU."""
-    gpus = usable_gpus(acceptance)
-    if acceptance.devices is not Platform.CPU and gpus < 2:
-        return Report(
-            skipped=f"{gpus} GPU: the asynchronous pipeline keeps trainer and engines on devices of their own"
-        )
+    """Run the asynchronous pipeline; on disjoint pools, if there are two GPUs."""
     return _run(acceptance, Mode.ASYNC)
 
 
