@@ -146,7 +146,7 @@ def _speed(server: Server) -> float:
     return round(streams * tokens / (time.perf_counter() - started), 1)
 
 
-def _compare_speed(record: Record, aliased: Server, plain: Server, rounds: int = 5) -> None:
+def _compare_speed(record: Record, aliased: Server, plain: Server, rounds: int = 4) -> None:
     """Rollout speed of two servers on one device, in turns, so that whatever drifts drifts for both."""
     rates: dict[str, list[float]] = {"aliased": [], "plain": []}
     for turn in range(rounds + 1):
@@ -188,10 +188,24 @@ def alias(setting: Setting) -> None:
         version = _under_load(
             server, lambda first: _writes(record, "under load", publisher, session, first, 12), version
         )
-        _change(record, server, lambda v, seed: _write(publisher, session, v, lambda: trainer.fill(seed)), version)
+        version = _change(
+            record, server, lambda v, seed: _write(publisher, session, v, lambda: trainer.fill(seed)), version
+        )
         _compare_speed(record, server, plain)
         session.close()
+        _copies(record, trainer, publisher, plain, version)
     publisher.close(force=True)
+
+
+def _copies(record: Record, trainer: Trainer, publisher: Publisher, plain: Server, version: int) -> None:
+    """Planned copies into the server that has weights of its own, in the same run; its graphs are captured."""
+    manifest = publisher.manifest()
+    session = _connect(record, "copy_", SyncSession([plain.url], manifest, deadline_s=60, mode="direct"))
+    modes: tuple[DigestMode, ...] = ("full", "sampled", "off")
+    for mode in modes:
+        publisher.digest = mode
+        version = _reports(record, f"copy, digest {mode}", trainer, publisher, session, version, 16)
+    session.close()
 
 
 def _write(publisher: Publisher, session: SyncSession, version: int, step: Callable[[], None]) -> SyncReport:

@@ -13,13 +13,11 @@ from vime_sync.copying import Item, Mover
 from vime_sync.digest import DigestMode, digest_box
 from vime_sync.kernels import Tuning
 
-#: Ways to cut tiles (block, blocks, warps), each tried with these (stages, spread); see `vime_sync.kernels.Tuning`.
+#: Ways to cut tiles: block, blocks, warps.
 DIGEST_CUTS = [(512, 8, 2), (512, 8, 4), (512, 16, 4), (1024, 8, 4), (1024, 8, 8), (1024, 16, 8)]
-DIGEST_WAYS = [(1, 1), (2, 1), (3, 1), (1, 8), (3, 8)]
 COPY_CUTS = [(512, 4, 2), (512, 4, 4), (1024, 2, 8), (1024, 4, 4)]
-COPY_WAYS = [(1, 1), (1, 8)]
 #: Over a fabric every cut is as good for a copy, and only the long ones differ for a digest.
-PEER_CUTS = [(512, 8, 2), (1024, 8, 4), (1024, 8, 8), (4096, 8, 16)]
+PEER_CUTS = [(512, 8, 2), (512, 8, 4), (1024, 8, 4), (1024, 8, 8), (4096, 8, 16)]
 PASSES = 2
 
 
@@ -42,9 +40,7 @@ class Tried:
     @property
     def case(self) -> str:
         """Its row."""
-        t = self.tuning
-        more = f" stages {t.stages} spread {t.spread}" if (t.stages, t.spread) != (1, 1) else ""
-        return f"tuning {t.block}x{t.blocks} warps {t.warps}{more}, digest {self.digest}"
+        return f"tuning {self.tuning.block}x{self.tuning.blocks} warps {self.tuning.warps}, digest {self.digest}"
 
 
 def _items(trainer: Trainer, target: torch.Tensor) -> list[Item]:
@@ -99,8 +95,8 @@ def _tried(items: list[Item], device: torch.device, *, peer: bool) -> list[Tried
     cuts, copies = (PEER_CUTS, PEER_CUTS) if peer else (DIGEST_CUTS, COPY_CUTS)
     if not torch.cuda.is_available():  # the interpreter runs them, slowly
         cuts, copies = cuts[:1], copies[:1]
-    asked: list[tuple[DigestMode, Tuning]] = [("full", Tuning(*cut, *way)) for cut in cuts for way in DIGEST_WAYS]
-    asked += [("off", Tuning(*cut, *way)) for cut in copies for way in COPY_WAYS]
+    asked: list[tuple[DigestMode, Tuning]] = [("full", Tuning(*cut)) for cut in cuts]
+    asked += [("off", Tuning(*cut)) for cut in copies]
     found = [Tried(tuning, mode, Mover(items, device, "triton", tuning=tuning), []) for mode, tuning in asked]
     for one in found:
         one.mover.prepare(one.digest)

@@ -74,6 +74,9 @@ class FakeModel:
     def live(self):
         return {**self.parameters, **self.buffers}
 
+    def held(self, name):
+        return self.parameters if name in self.parameters else self.buffers
+
     def required(self):
         return set(self.parameters)
 

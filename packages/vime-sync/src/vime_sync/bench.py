@@ -164,6 +164,10 @@ class BenchModel:
         """All parameters."""
         return self._live
 
+    def held(self, name: str) -> Mapping[str, torch.Tensor | None]:
+        """The one dictionary."""
+        return self._live
+
     def required(self) -> set[str]:
         """All parameters."""
         return set(self._live)

@@ -15,7 +15,7 @@ from vime_sync.copying import Copier, CopyProgram, whole_part
 from vime_sync.digest import Digest, DigestMode, digest_tensor
 from vime_sync.errors import AliasError, DigestError, TransactionError
 from vime_sync.layout import CheckpointTensor
-from vime_sync.model import Model
+from vime_sync.model import Anchors, Model
 from vime_sync.plan import Plan
 from vime_sync.striping import Part, localised, striped
 from vime_sync.tally import Tally
@@ -40,7 +40,7 @@ class Connection:
         importer: Brings the bytes here.
         buffers: The trainer's buffers, as the importer presents them.
         controls: Each trainer rank's control block.
-        addresses: Where each live tensor was when the plan was made.
+        anchors: Where each live tensor was when the plan was made.
         pieces: For each checkpoint tensor the (rank, index) of its published digests.
         share: What this worker vouches for.
         copier: How slices are moved.
@@ -57,7 +57,7 @@ class Connection:
     importer: Importer
     buffers: Mapping[BufferKey, torch.Tensor]
     controls: Mapping[int, ControlReader]
-    addresses: Mapping[str, int]
+    anchors: Anchors
     pieces: Mapping[str, list[tuple[int, int]]]
     share: Share
     copier: Copier

@@ -42,26 +42,23 @@ class Tuning:
         block: Words that a program moves at once; a power of two.
         blocks: How many times in a row.
         warps: Warps a program.
-        stages: Blocks on their way at once, through shared memory; 1 loads a block when the one before is done.
-        spread: So many neighbouring programs take turns block by block, instead of a run of blocks each.
     """
 
     block: int
     blocks: int
     warps: int
-    stages: int = 1
-    spread: int = 1
 
-    def tiles(self, words: int) -> int:
-        """Programs for a segment of so many words."""
-        return -(-words // (self.spread * self.blocks * self.block)) * self.spread
+    @property
+    def tile(self) -> int:
+        """Words of a tile."""
+        return self.block * self.blocks
 
 
-#: The best of sweeps on an H200 (benchmarks/README.md and h200.json). A copy alone wants short tiles: more of them in
-#: flight, and the last wave is over sooner. A digest wants longer ones, because every tile ends in a reduction over its
-#: block and two atomic additions, and fewer warps: eight words a thread keep the instructions a word lowest.
+#: The best of sweeps on an H200 (benchmarks/README.md). A copy alone wants short tiles: more of them in flight, and the
+#: last wave is over sooner. A digest wants longer ones, because every tile ends in a reduction over its block and two
+#: atomic additions, and four words a thread: 46 registers let twice as many warps run as eight words with 96 did.
 COPYING = Tuning(block=1024, blocks=2, warps=8)
-DIGESTING = Tuning(block=512, blocks=8, warps=2)
+DIGESTING = Tuning(block=512, blocks=8, warps=4)
 
 
 @triton.jit
@@ -115,8 +112,6 @@ def _move(  # type: ignore[no-untyped-def]
     phase,  # noqa: ANN001
     BLOCK: tl.constexpr,  # noqa: N803 (Triton's convention for compile-time constants)
     BLOCKS: tl.constexpr,  # noqa: N803
-    STAGES: tl.constexpr,  # noqa: N803
-    SPREAD: tl.constexpr,  # noqa: N803
     COPY: tl.constexpr,  # noqa: N803
     DIGEST: tl.constexpr,  # noqa: N803
     SAMPLED: tl.constexpr,  # noqa: N803
@@ -125,12 +120,11 @@ def _move(  # type: ignore[no-untyped-def]
 ) -> None:
     low = _row_of(table, table + _COLUMNS * count, tl.program_id(0).to(tl.int64))
     row = table + low
-    tile = tl.program_id(0) - tl.load(row)
-    begin = tile // SPREAD * (SPREAD * BLOCKS * BLOCK) + tile % SPREAD * BLOCK
+    begin = (tl.program_id(0) - tl.load(row)) * (BLOCKS * BLOCK)
     source = tl.load(row + count).to(tl.pointer_type(tl.uint64))
     target = tl.load(row + 2 * count).to(tl.pointer_type(tl.uint64))
     # From here on a program counts in 32 bits from its first word: fewer registers, so more programs at once.
-    left = tl.minimum(tl.load(row + 3 * count) - begin, SPREAD * BLOCKS * BLOCK).to(tl.int32)
+    left = tl.minimum(tl.load(row + 3 * count) - begin, BLOCKS * BLOCK).to(tl.int32)
     first_word = tl.load(row + 4 * count)
     seed = tl.load(row + 5 * count).to(tl.uint64)
     if STRIDED:
@@ -141,8 +135,8 @@ def _move(  # type: ignore[no-untyped-def]
         source, target, left = tl.multiple_of(source, 16), tl.multiple_of(target, 16), tl.multiple_of(left, 2)
     first_w, second_w = tl.zeros((BLOCK,), tl.uint64), tl.zeros((BLOCK,), tl.uint64)
     touched = 0
-    for block in tl.range(BLOCKS, num_stages=STAGES):
-        index_w = block * (SPREAD * BLOCK) + tl.arange(0, BLOCK)
+    for block in range(BLOCKS):
+        index_w = block * BLOCK + tl.arange(0, BLOCK)
         inside_w = index_w < left
         source_w, target_w, word_w = index_w, index_w, index_w
         if STRIDED:
@@ -157,7 +151,7 @@ def _move(  # type: ignore[no-untyped-def]
             word_w = first_word + word_w
             wanted = True
             if SAMPLED and not STRIDED:  # only here it is a branch of the kernel: elsewhere it costs registers
-                wanted = _looked_at(first_word + block * (SPREAD * BLOCK), phase, BLOCK)
+                wanted = _looked_at(first_word + block * BLOCK, phase, BLOCK)
             if wanted:
                 z_w = _mixed(word_w, seed)
                 if SAMPLED:
@@ -223,8 +217,6 @@ class SegmentTable:
             phase,
             BLOCK=cut.block,
             BLOCKS=cut.blocks,
-            STAGES=cut.stages,
-            SPREAD=cut.spread,
             COPY=write,
             DIGEST=digest != "off",
             SAMPLED=digest == "sampled",
@@ -249,7 +241,7 @@ def _table(
         strides = (segment.source_stride // 8, segment.target_stride // 8, segment.word_stride)
         for column, value in zip(columns, (*values, *strides), strict=True):
             column.append(value)
-        tiles += cut.tiles(words)
+        tiles += -(-words // cut.tile)
     asked = torch.arange(0, tiles, 1 << _HINT_LOG2.value)
     hints = torch.searchsorted(torch.tensor(columns[0]), asked, right=True) - 1
     last = torch.tensor([len(segments) - 1])

@@ -26,6 +26,9 @@ class Model(Protocol):
     def live(self) -> Mapping[str, torch.Tensor]:
         """Live parameters and buffers by name; tied ones may appear under each name."""
 
+    def held(self, name: str) -> Mapping[str, torch.Tensor | None]:
+        """The model's own dictionary in which a live tensor is found under the last part of its name, or its whole."""
+
     def required(self) -> set[str]:
         """Names that a checkpoint must fill (the parameters)."""
 
@@ -46,6 +49,33 @@ class Model(Protocol):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """The model's own loaders."""
+
+
+class Anchors:
+    """Where live tensors were when a plan was made; finds out whether any has moved since.
+
+    Asked in every pause, so it walks no modules and makes no tensors: it looks into the model's own dictionaries, which
+    show a parameter that was replaced as well as one whose memory was. Parameters of vLLM's own classes answer every
+    question through Python unless that is switched off.
+    """
+
+    def __init__(self, model: Model, names: Iterable[str]) -> None:
+        """Remember where the named live tensors are."""
+        live = model.live()
+        self._at: list[tuple[Mapping[str, torch.Tensor | None], str, str, int]] = []
+        for name in names:
+            holder = model.held(name)
+            key = name if name in holder else name.rpartition(".")[2]
+            self._at.append((holder, key, name, live[name].data_ptr()))
+
+    def moved(self) -> str:
+        """The name of the first that is elsewhere now, or empty."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for holder, key, name, address in self._at:
+                tensor = holder.get(key)
+                if tensor is None or tensor.data_ptr() != address:
+                    return name
+        return ""
 
 
 def plan_model(model: Model, tensors: Sequence[CheckpointTensor], *, cast: bool = False, reload: bool = False) -> Plan:

@@ -53,7 +53,7 @@ from vime_sync.errors import (
 )
 from vime_sync.manifest import check_manifest
 from vime_sync.messages import integer, text
-from vime_sync.model import Model, plan_model
+from vime_sync.model import Anchors, Model, plan_model
 from vime_sync.process import is_dead
 from vime_sync.verify import live_digests
 
@@ -156,7 +156,6 @@ class Receiver:
         binding = self.model.alias()
         if binding is not None and self.version < 0:
             self.version = binding.held_version()  # what the trainer holds is what this engine already serves
-        live = self.model.live()
         self._give_up()  # whoever had opened aliased weights is not here any more
         if self._link is not None and self._link.importer is not importer:
             self._link.importer.close()
@@ -168,7 +167,7 @@ class Receiver:
             importer=importer,
             buffers=reached.buffers,
             controls=reached.controls,
-            addresses={name: live[name].data_ptr() for name in plan.live_names},
+            anchors=Anchors(self.model, plan.live_names),
             pieces={t.name: [(p.region.rank, p.index) for p in t.pieces] for t in tensors},
             share=Share.alone(plan),
             copier=choose_copier(str(message.get("copier", "auto")), self.model.device),
@@ -282,14 +281,12 @@ class Receiver:
         return link.undo
 
     def _check_addresses(self, link: Connection) -> None:
-        live = self.model.live()
-        for name, address in link.addresses.items():
-            if name not in live or live[name].data_ptr() != address:
-                raise PlanError(
-                    "a live tensor has moved since the plan was made",
-                    where=f"live tensor {name}",
-                    fix="connect again; something reloaded or re-allocated the engine's weights",
-                )
+        if moved := link.anchors.moved():
+            raise PlanError(
+                "a live tensor has moved since the plan was made",
+                where=f"live tensor {moved}",
+                fix="connect again; something reloaded or re-allocated the engine's weights",
+            )
 
     def _commit(self, message: Mapping[str, Any]) -> dict[str, Any]:
         link = self._owned(message)

@@ -36,7 +36,7 @@ class VllmModel:
         self.device = torch.device(device)
         self.rank = int(vllm_config.parallel_config.rank)
         self.world_size = int(vllm_config.parallel_config.world_size)
-        #: The tree of modules does not change after loading, and walking it inside a pause costs milliseconds.
+        #: The tree of modules does not change after loading, and finding them again costs milliseconds.
         self._modules = [
             (f"{name}." if name else "", module) for name, module in model.named_modules(remove_duplicate=False)
         ]
@@ -47,6 +47,13 @@ class VllmModel:
         for prefix, module in self._modules:
             found |= {prefix + key: p.data for key, p in module._parameters.items() if p is not None}
             found |= {prefix + key: b for key, b in module._buffers.items() if b is not None}
+        return found
+
+    def held(self, name: str) -> Mapping[str, torch.Tensor | None]:
+        """The parameters or buffers of the module that has it."""
+        path, _, key = name.rpartition(".")
+        module: Any = self._model.get_submodule(path)
+        found: Mapping[str, torch.Tensor | None] = module._parameters if key in module._parameters else module._buffers
         return found
 
     def required(self) -> set[str]:

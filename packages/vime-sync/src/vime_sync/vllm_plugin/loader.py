@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,9 @@ class _Unloaded:
             **{n: p.data for n, p in self._model.named_parameters(remove_duplicate=False)},
             **{n: b for n, b in self._model.named_buffers(remove_duplicate=False) if b is not None},
         }
+
+    def held(self, name: str) -> Mapping[str, torch.Tensor | None]:
+        raise NotImplementedError
 
     def required(self) -> set[str]:
         return {n for n, _ in self._model.named_parameters(remove_duplicate=False)}
