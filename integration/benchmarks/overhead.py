@@ -26,7 +26,8 @@ from typing import Any
 
 from vime_grpo import load_config
 from vime_integration.batches import make_batch
-from vime_integration.translate import data_config, rollout_config
+from vime_integration.device_memory import ask_memory
+from vime_integration.translate import data_config, head_arguments, rollout_config
 from vime_rollout import (
     CpuOptions,
     Encoder,
@@ -82,6 +83,7 @@ async def measure(config: Any, rounds: int, folder: Path) -> dict[str, Any]:
             enforce_eager=config.engine.enforce_eager,
             gpu_memory_utilization=None if on_cpu else config.engine.gpu_memory_utilization,
             cpu=CpuOptions(kv_cache_gib=config.engine.kv_cache_gib, threads=threads) if on_cpu else None,
+            arguments=(*head_arguments(config), *config.engine.extra_args),
             log_path=str(folder / "engine.log"),
             max_concurrency=config.rollout.concurrency,
             initial_version=1,
@@ -118,16 +120,21 @@ def main() -> int:
     """Measure and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a setting")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    config = load_config(arguments.config)
+    config = load_config(arguments.config, arguments.set)
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         result = asyncio.run(measure(config, arguments.rounds, Path(folder)))
     vllm = metadata.packages_distributions()["vllm"][0]
     report = {
         "date": datetime.now(tz=UTC).date().isoformat(),
-        "hardware": {"machine": platform.machine(), "cpus": len(os.sched_getaffinity(0))},
+        "hardware": {
+            "machine": platform.machine(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "devices": [device.name for device in ask_memory()],
+        },
         "versions": {"python": platform.python_version()} | {n: metadata.version(n) for n in (vllm, *PACKAGES)},
         "requests_a_round": config.rollout.batch_size * config.rollout.samples_per_prompt,
         **result,
