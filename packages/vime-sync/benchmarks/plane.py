@@ -13,9 +13,9 @@ from vime_sync.copying import Item, Mover
 from vime_sync.digest import DigestMode, digest_box
 from vime_sync.kernels import Tuning
 
-#: Ways to cut tiles: block, blocks, warps.
-DIGEST_CUTS = [(512, 8, 2), (512, 8, 4), (512, 16, 4), (1024, 8, 4), (1024, 8, 8), (1024, 16, 8)]
-COPY_CUTS = [(512, 4, 2), (512, 4, 4), (1024, 2, 8), (1024, 4, 4)]
+#: Ways to cut tiles (block, blocks, warps), each with and without a digest: the difference is what the digest costs.
+CUTS = [(256, 8, 2), (512, 2, 4), (512, 4, 2), (512, 4, 4), (512, 8, 2), (512, 8, 4), (512, 16, 4)]
+CUTS += [(1024, 2, 4), (1024, 2, 8), (1024, 4, 4), (1024, 4, 8), (1024, 8, 8)]
 #: Over a fabric every cut is as good for a copy, and only the long ones differ for a digest.
 PEER_CUTS = [(512, 8, 2), (512, 8, 4), (1024, 8, 4), (1024, 8, 8), (4096, 8, 16)]
 PASSES = 2
@@ -92,11 +92,11 @@ def kernel(setting: Setting, source: torch.device, target: torch.device, *, swee
 
 def _tried(items: list[Item], device: torch.device, *, peer: bool) -> list[Tried]:
     """Compile all that a sweep tries."""
-    cuts, copies = (PEER_CUTS, PEER_CUTS) if peer else (DIGEST_CUTS, COPY_CUTS)
+    cuts = PEER_CUTS if peer else CUTS
     if not torch.cuda.is_available():  # the interpreter runs them, slowly
-        cuts, copies = cuts[:1], copies[:1]
-    asked: list[tuple[DigestMode, Tuning]] = [("full", Tuning(*cut)) for cut in cuts]
-    asked += [("off", Tuning(*cut)) for cut in copies]
+        cuts = cuts[:1]
+    swept: tuple[DigestMode, ...] = ("off", "full")
+    asked = [(mode, Tuning(*cut)) for cut in cuts for mode in swept]
     found = [Tried(tuning, mode, Mover(items, device, "triton", tuning=tuning), []) for mode, tuning in asked]
     for one in found:
         one.mover.prepare(one.digest)

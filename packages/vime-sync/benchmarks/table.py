@@ -1,8 +1,9 @@
-"""Renders the tables of results from a JSON that `gpu_table.py` wrote; a figure that was not measured says why.
+"""Renders the tables of results from JSONs that `gpu_table.py` wrote; a figure that was not measured says why.
 
-Prints them, and with ``--write README.md`` puts them between the two markers of that file::
+Of an arm that several runs have, the last one named counts, and the text says which arm came from which. Prints the
+tables, and with ``--write README.md`` puts them between the two markers of that file::
 
-    python benchmarks/table.py benchmarks/h200.json --write benchmarks/README.md
+    python benchmarks/table.py benchmarks/h200.json benchmarks/h200_cuts.json --write benchmarks/README.md
 """
 
 from __future__ import annotations
@@ -20,17 +21,29 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 @dataclass(frozen=True)
 class Results:
-    """What a JSON holds.
+    """What runs found.
 
     Attributes:
-        data: The JSON.
+        runs: Each run's JSON by its file's name; of an arm that several have, the last one counts.
     """
 
-    data: dict[str, Any]
+    runs: dict[str, dict[str, Any]]
+
+    def arms(self) -> dict[str, tuple[str, dict[str, Any]]]:
+        """Every arm that found something, with the run that counts."""
+        named = [(name, arm) for name, run in self.runs.items() for arm in run["arms"]]
+        found = {arm["arm"]: (name, arm) for name, arm in named if not arm["rows"]}
+        return found | {arm["arm"]: (name, arm) for name, arm in named if arm["rows"]}
 
     def arm(self, name: str) -> dict[str, Any]:
         """An arm's results; empty if it was not run."""
-        return next((arm for arm in self.data["arms"] if arm["arm"] == name), {})
+        return self.arms().get(name, ("", {}))[1]
+
+    def own(self, arm: str, backend: str) -> str:
+        """What vLLM's own engine took in the run that an arm is from."""
+        run = self.runs.get(self.arms().get(arm, ("", {}))[0], {"arms": []})
+        alone = Results({"": run})
+        return alone.ms(f"vllm-{backend}", f"vLLM {backend}: send_weights, all of it")
 
     def missing(self, name: str) -> str:
         """Why an arm has no figure."""
@@ -73,8 +86,7 @@ class Results:
 
 def update_table(r: Results) -> list[tuple[str, str, str, str]]:
     """Rows of (case, vLLM's own engine, to reach, measured)."""
-    ipc = r.ms("vllm-ipc", "vLLM ipc: send_weights, all of it")
-    nccl = r.ms("vllm-nccl", "vLLM nccl: send_weights, all of it")
+    ipc, copied, nccl = r.own("alias", "ipc"), r.own("copy", "ipc"), r.own("copy-peer", "nccl")
     return [
         ("aliased, pause to resume, idle", ipc, "10 ms", r.ms("alias", "idle, digest off: paused")),
         ("aliased, the same with a full digest", ipc, "", r.ms("alias", "idle, digest full: paused")),
@@ -86,7 +98,7 @@ def update_table(r: Results) -> list[tuple[str, str, str, str]]:
             r.gib("alias", "aliased_memory"),
         ),
         ("aliased, rollout speed over plain", "1", "0.98 to 1.02", r.fact("alias", "speed_ratio", "{:.3f}")),
-        ("copy on one GPU, data plane", ipc, "8.8 ms", r.ms("copy", "digest off: copy")),
+        ("copy on one GPU, data plane", copied, "8.8 ms", r.ms("copy", "digest off: copy")),
         ("copy on one GPU, sampled digest", "", "", r.ms("copy", "digest sampled: copy")),
         ("copy on one GPU, full digest", "", "+10%", _full(r, "copy")),
         ("copy on one GPU, pause to resume", "", "20 ms", r.ms("copy", "digest off: paused")),
@@ -131,11 +143,11 @@ def _best(r: Results, mode: str) -> tuple[str, str]:
 
 def render(r: Results) -> str:
     """Both tables and what they were measured on, as markdown."""
-    machine = r.data["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [
-        f"{len(machine['devices'])} x {machine['devices'][0] if machine['devices'] else 'CPU'}, {machine['runtime']}, "
-        f"{versions}; shape {r.data['shape']}.",
+        *(
+            _run(name, run, [arm for arm, (where, _) in r.arms().items() if where == name])
+            for name, run in r.runs.items()
+        ),
         "",
         "| update of a vLLM server | vLLM's own | to reach | measured |",
         "|---|---|---|---|",
@@ -149,6 +161,16 @@ def render(r: Results) -> str:
         if r.note(arm, "changed") is not None:
             lines += ["", _checked(r, arm)]
     return "\n".join(lines)
+
+
+def _run(name: str, run: dict[str, Any], arms: list[str]) -> str:
+    machine = run["machine"]
+    versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
+    device = machine["devices"][0] if machine["devices"] else "CPU"
+    return (
+        f"- `{name}`: {len(machine['devices'])} x {device}, {machine['runtime']}, {versions}; shape {run['shape']}. "
+        f"From it: {', '.join(f'`{arm}`' for arm in arms)}."
+    )
 
 
 def _checked(r: Results, arm: str) -> str:
@@ -174,10 +196,10 @@ def write(text: str, path: Path) -> None:
 def main() -> None:
     """Print the tables, or write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--write", type=Path, nargs="*", default=[])
     options = parser.parse_args()
-    text = render(Results(json.loads(options.results.read_text())))
+    text = render(Results({path.name: json.loads(path.read_text()) for path in options.results}))
     for path in options.write:
         write(text, path)
     sys.stdout.write(text + "\n")
