@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from integration_support import EXAMPLES, POLICY
 from vime_devices import Platform, child_environment
 from vime_grpo import RunConfig, load_config
-from vime_integration.budget import budget, refuse_misfits, sharing_of, trainer_plan
+from vime_integration.budget import budget, refuse_misfits, settle, sharing_of, trainer_plan
 from vime_integration.device_memory import DeviceMemory
 from vime_integration.doctor import Machine, Status
 from vime_integration.doctor.configuration import check_configuration
@@ -110,6 +110,18 @@ def test_the_pipeline_itself_decides_who_gives_back(large: Path) -> None:
     assert not decided("trainer.offload=off").offloads
     together = decided("pipeline.mode=async", "pipeline.pools=shared")
     assert together == Sharing(sleeps=False, offloads=False, aliased=False), "both work all the time"
+
+
+def test_state_leaves_the_device_only_where_there_is_no_room_for_both(large: Path) -> None:
+    config = configured(large)
+    seats = place(config, Platform.CUDA, child_environment(Platform.CUDA, own=[0], node=[0], base={}).env)
+    roomy, narrow = settle(config, seats, 800 * GIB), settle(config, seats, 400 * GIB)
+    assert (roomy.trainer.offload, narrow.trainer.offload) == ("off", "on")
+    for chosen in ("on", "off"):
+        own = configured(large, f"trainer.offload={chosen}")
+        assert settle(own, seats, 800 * GIB).trainer.offload == chosen, "what was chosen stays"
+    together = configured(large, "pipeline.mode=async", "pipeline.pools=shared")
+    assert settle(together, seats, 400 * GIB) == together, "it trains while engines generate"
 
 
 def test_a_run_that_does_not_fit_is_refused_before_it_starts(large: Path) -> None:

@@ -22,21 +22,56 @@ from vime_integration.sharing import choose, offloads, sleeps
 logger = logging.getLogger(__name__)
 
 
-def check_budget(config: RunConfig, placement: Placement) -> None:
+#: Of a device, that must be left over before state stays on it that could leave: activations are an estimate.
+SPARE = 0.10
+
+
+def check_budget(config: RunConfig, placement: Placement) -> RunConfig:
     """Check that every phase fits into the smallest device; on a CPU `vime-grpo doctor` tells, and nothing is refused.
+
+    Returns:
+        The configuration with ``trainer.offload`` settled; see `settle`.
 
     Raises:
         PlacementError: A phase does not fit, or no device can be asked.
     """
     if placement.platform is Platform.CPU or not placement.engines:
-        return
+        return config
     try:
         devices = ask_memory()
     except (RuntimeError, TimeoutError) as error:
         raise PlacementError(
             "the devices cannot be asked for their memory", seen=str(error), fix="run `vime-grpo doctor`"
         ) from error
-    refuse_misfits(budget(config, placement, min(device.total for device in devices)))
+    smallest = min(device.total for device in devices)
+    settled = settle(config, placement, smallest)
+    refuse_misfits(budget(settled, placement, smallest))
+    return settled
+
+
+def settle(config: RunConfig, placement: Placement, device_bytes: int) -> RunConfig:
+    """Decide an open ``trainer.offload``: state that fits beside the engines stays, for moving it costs time each step.
+
+    Args:
+        config: The run.
+        placement: Where each process runs.
+        device_bytes: Memory of the smallest device.
+
+    Returns:
+        The configuration with "on" or "off" in the place of "auto", where the trainer could make room.
+    """
+    if config.trainer.offload != "auto" or not offloads(config, placement):
+        return config
+    keeping = _with_offload(config, "off")
+    phases = [need for need in budget(keeping, placement, device_bytes) if need.budget == device_bytes]
+    if all(phase.total <= (1 - SPARE) * device_bytes for phase in phases):
+        logger.info("gradients and optimiser stay on the device while engines generate: there is room for both")
+        return keeping
+    return _with_offload(config, "on")
+
+
+def _with_offload(config: RunConfig, switch: str) -> RunConfig:
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"offload": switch})})
 
 
 def budget(config: RunConfig, placement: Placement, device_bytes: int) -> list[PhaseNeed]:

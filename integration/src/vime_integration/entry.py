@@ -95,7 +95,7 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
     bundle, moved = _open(folder, config, resume)
     log_to_file(folder.logs / "driver.log")
     placement = place(config, detect_platform())
-    check_budget(config, placement)
+    config = check_budget(config, placement)
     stop = StopRequest()
     after = None if bundle is None else bundle.step
     with (

@@ -3,8 +3,9 @@
 =========== =================== =======================================================================================
 pipeline    where               what is chosen with everything on "auto"
 =========== =================== =======================================================================================
-colocated   GPU                 aliased: one copy of the weights; the trainer's optimiser and gradients leave the GPU
-                                while engines generate
+colocated   GPU                 aliased: one copy of the weights; where there is no room for both, the trainer's
+                                optimiser and gradients leave the GPU while engines generate
+                                (`vime_integration.budget`)
 colocated   CPU                 copied through shared memory: there is nothing to save, and trainer and engines start
                                 at the same time; ``sync.mode = "alias"`` runs engines on the trainer's memory here too
 async       anywhere            copied: an engine that generates while the trainer writes needs weights of its own;

@@ -20,11 +20,11 @@ from vime_megatron import ModelShape, check_model
 from vime_megatron.memory import count_parameters
 from vime_rollout import load_reward, open_data_source
 
-from vime_integration.budget import sharing_of, trainer_plan
+from vime_integration.budget import budget, settle, trainer_plan
 from vime_integration.device_memory import DeviceMemory, ask_memory
 from vime_integration.doctor.findings import Check, Status, guarded, size
 from vime_integration.doctor.host import available_memory, shm_free
-from vime_integration.needs import WIDTHS, PhaseNeed, bundle_bytes, cpu_needs, gpu_needs
+from vime_integration.needs import WIDTHS, PhaseNeed, bundle_bytes, cpu_needs
 from vime_integration.placement import place
 from vime_integration.preflight import check_before_start
 from vime_integration.sharing import choose
@@ -168,7 +168,7 @@ def _memory(config: RunConfig, machine: Machine) -> Iterator[Check]:
     else:
         seats = place(config, machine.platform, machine.environ)
         smallest = min(device.total for device in machine.devices)
-        needs = gpu_needs(config, plan, shape, smallest, sharing_of(config, seats))
+        needs = budget(settle(config, seats, smallest), seats, smallest)
     for need in needs:
         yield _judge(need)
     yield from _staging(config, shape, machine)

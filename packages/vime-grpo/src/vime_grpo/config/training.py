@@ -146,8 +146,8 @@ class TrainerSection(Section):
     )
     offload: Switch = Field(
         default="auto",
-        description="Whether the trainer moves its weights, gradients and optimiser state off the GPU while engines "
-        "generate: auto does so where they share a GPU.",
+        description="Whether the trainer moves gradients and optimiser state off the GPU while engines generate: auto "
+        "does so where they share a GPU that has no room for both, with a tenth to spare.",
     )
     max_tokens_per_microbatch: Count = Field(
         default=8192,
