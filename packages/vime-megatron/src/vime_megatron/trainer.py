@@ -194,7 +194,7 @@ class MegatronTrainer:
             BatchError: The batch cannot be used; nothing has happened.
             GradientError: The loss or a gradient is not finite; weights and optimiser are as before.
         """
-        from vime_megatron.update import apply_update, check_finite, gradient_norm
+        from vime_megatron.update import apply_update, check_finite, gradient_norm, prepare_update
 
         started = time.perf_counter()
         self._at_home("step", *MOVABLE)
@@ -206,17 +206,17 @@ class MegatronTrainer:
                 batches = self._microbatches(sequences, plan, every_token=False)
                 sums = self._forward.train(batches, plan.count, loss)
                 norm_on_device = gradient_norm(self.optimizer, self._platform.device)  # queued before anything waits
-                totals = add_up(sums, self.topology, self._platform.device)
-                norm = float(norm_on_device)
+                update = prepare_update(self.optimizer, self._kernels)
+            # Memory is handed out as work is queued, so a phase is over before the device has done it.
+            totals = add_up(sums, self.topology, self._platform.device)
+            norm = float(norm_on_device)
             check_finite(self.ddp, self.topology, loss=totals["loss"], norm=norm)
             self.scheduler.step(increment=1)
             lr = float(self.optimizer.param_groups[0]["lr"])
             limit = self.config.optimizer.clip_grad
             with self._meter.phase("update"):
-                apply_update(
-                    self.optimizer, norm=norm, limit=limit, device=self._platform.device, kernels=self._kernels
-                )
-                self._platform.synchronize()
+                apply_update(update, self._kernels, norm=norm, limit=limit, device=self._platform.device)
+            self._platform.synchronize()
         self.state.step += 1
         return StepMetrics(
             loss=totals.pop("loss"),

@@ -7,13 +7,16 @@ the clipping factor is handed to what updates, which reads each gradient anyway:
 the weight in half precision too, or torch's one-pass AdamW (where the distributed optimiser holds the state, whose
 weights Megatron copies and gathers). The device is waited for once.
 
-The order is: :func:`gradient_norm`, :func:`check_finite`, :func:`apply_update`.
+The order is: :func:`gradient_norm`, :func:`prepare_update`, :func:`check_finite`, :func:`apply_update`. The first two
+are done while the device still computes gradients, so that nothing but launches is left between its answer and the
+update.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
 from vime_megatron.errors import GradientError
-from vime_megatron.kernels import PLAIN, Kernels
+from vime_megatron.kernels import Kernels
 from vime_megatron.kernels.plain import AdamWState, AdamWTerms
 from vime_megatron.parallel import Topology
 
@@ -95,28 +98,71 @@ def _not_finite(params: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[
     return found
 
 
+@dataclass(frozen=True)
+class _OwnGroup:
+    """What the trainer's kernel is given for one group of parameters, and their counts of updates."""
+
+    states: list[AdamWState]
+    counts: list[Tensor]
+    corrections_n2: Tensor
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update that is ready to be applied.
+
+    Attributes:
+        own: Groups that the trainer's kernel updates.
+        rest: Megatron's optimisers that do it themselves.
+    """
+
+    own: list[_OwnGroup]
+    rest: list[Any]
+
+
 @torch.no_grad()
-def apply_update(optimizer: Any, *, norm: float, limit: float, device: torch.device, kernels: Kernels = PLAIN) -> None:
-    """Clip by the global norm, update the masters and write the weights.
+def prepare_update(optimizer: Any, kernels: Kernels) -> Update:
+    """Collect what an update needs, without waiting for the device; nothing changes yet.
 
     Args:
         optimizer: Megatron's optimiser, after :func:`gradient_norm`.
+        kernels: What updates, if it can.
+
+    Returns:
+        For :func:`apply_update`.
+    """
+    own = [part for part in _parts(optimizer) if kernels.adamw is not None and _takes_own(part)]
+    return Update(
+        [group for part in own for group in _own_groups(part)], [p for p in _parts(optimizer) if p not in own]
+    )
+
+
+@torch.no_grad()
+def apply_update(update: Update, kernels: Kernels, *, norm: float, limit: float, device: torch.device) -> None:
+    """Clip by the global norm, update the masters and write the weights.
+
+    Args:
+        update: From :func:`prepare_update`.
+        kernels: The same as there.
         norm: The global norm.
         limit: Norm above which gradients are scaled down; 0 means no clipping.
         device: Where the optimiser's state lies.
-        kernels: What updates, if it can.
     """
     factor = min(1.0, limit / (norm + _NORM_OFFSET)) if limit else 1.0
-    own = [part for part in _parts(optimizer) if kernels.adamw is not None and _takes_own(part)]
-    for part in own:
-        _update(part, kernels, factor)
-    rest = [part for part in _parts(optimizer) if part not in own]
-    inners = [part.optimizer for part in rest if part.optimizer is not None]
+    for group in update.own:
+        assert kernels.adamw is not None
+        beta1, beta2 = group.settings["betas"]
+        decay, eps = group.settings["weight_decay"], group.settings["eps"]
+        torch._foreach_add_(group.counts, 1)
+        terms = AdamWTerms(float(group.settings["lr"]), beta1, beta2, eps, decay, factor)
+        kernels.adamw(group.states, group.corrections_n2, terms)
+    inners = [part.optimizer for part in update.rest if part.optimizer is not None]
     scaled = [inner for inner in inners if _one_pass(inner)] if factor < 1.0 else []
     for inner in scaled:  # torch's fused AdamW divides each gradient by this as it reads it
         inner.grad_scale = torch.tensor(1.0 / factor, device=device)
     try:
-        for part in rest:
+        for part in update.rest:
             if factor < 1.0 and part.optimizer not in scaled:
                 grads = [param.grad for param in part.get_parameters() if param.grad is not None]
                 if grads:
@@ -145,9 +191,8 @@ def _takes_own(part: Any) -> bool:
     )
 
 
-def _update(part: Any, kernels: Kernels, factor: float) -> None:
-    """Do what ``part.step_with_ready_grads`` does, in one pass; the state stays torch's, names and counts included."""
-    assert kernels.adamw is not None
+def _own_groups(part: Any) -> Iterator[_OwnGroup]:
+    """Collect what ``part.step_with_ready_grads`` would change; the state stays torch's, names and counts included."""
     pairs = zip(part.fp32_from_float16_groups, part.float16_groups, strict=True)
     weights = {id(m): w.data for masters, halves in pairs for m, w in zip(masters, halves, strict=True)}
     for group in part.optimizer.param_groups:
@@ -159,11 +204,9 @@ def _update(part: Any, kernels: Kernels, factor: float) -> None:
         part.optimizer._init_group(group, masters, grads, means, squares, [], counts)  # makes what is not there yet
         if not masters:
             continue
-        torch._foreach_add_(counts, 1)
         beta1, beta2 = group["betas"]
-        counts_n = torch.stack(counts).to(masters[0].device, torch.float64)
+        counts_n = torch.stack(counts).to(masters[0].device, torch.float64) + 1
         corrections_n2 = torch.stack((1 - beta1**counts_n, (1 - beta2**counts_n).sqrt()), dim=1).float()
         tensors = zip(masters, grads, means, squares, strict=True)
         states = [AdamWState(m.data, g, mean, square, weights.get(id(m))) for m, g, mean, square in tensors]
-        terms = AdamWTerms(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], factor)
-        kernels.adamw(states, corrections_n2, terms)
+        yield _OwnGroup(states, counts, corrections_n2, group)

@@ -48,19 +48,16 @@ def sdpa_attention(q_the: Tensor, k_tge: Tensor, v_tge: Tensor, row: PackedToken
     Returns:
         ``[t, h, e]``.
     """
-    if _uniform(row):
-        return _attend(*(x.view(*row.groups[0].shape, *x.shape[1:]) for x in (q_the, k_tge, v_tge))).flatten(0, 1)
+    if row.uniform:
+        batch = (len(row.lengths), row.longest)
+        return _attend(*(x.view(*batch, *x.shape[1:]) for x in (q_the, k_tge, v_tge))).flatten(0, 1)
     outputs = []
-    for rows_nl in row.groups:
+    groups, ungroup_t = row.groups
+    for rows_nl in groups:
         flat = rows_nl.flatten()
         parts = (x.index_select(0, flat).view(*rows_nl.shape, *x.shape[1:]) for x in (q_the, k_tge, v_tge))
         outputs.append(_attend(*parts).flatten(0, 1))
-    return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).index_select(0, row.ungroup_t)
-
-
-def _uniform(row: PackedTokens) -> bool:
-    """Tell whether all documents have one length, so that the row is a batch as it lies."""
-    return len(row.groups) == 1 and row.groups[0].numel() == row.ungroup_t.numel()
+    return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).index_select(0, ungroup_t)
 
 
 def _attend(q_nlhe: Tensor, k_nlge: Tensor, v_nlge: Tensor) -> Tensor:
@@ -91,7 +88,7 @@ def row_by_row(even: CoreAttention, ragged: CoreAttention) -> CoreAttention:
     """
 
     def attention(q_the: Tensor, k_tge: Tensor, v_tge: Tensor, row: PackedTokens) -> Tensor:
-        attend = even if _uniform(row) and row.longest % _PLANNED_LENGTH == 0 else ragged
+        attend = even if row.uniform and row.longest % _PLANNED_LENGTH == 0 else ragged
         return attend(q_the, k_tge, v_tge, row)
 
     return attention

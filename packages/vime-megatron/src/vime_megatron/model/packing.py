@@ -19,6 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -38,9 +40,7 @@ class PackedTokens:
         cos_td: Cosines of the rotary angles, float32 ``[t, d]``.
         sin_td: Sines, likewise.
         borders: Start of each document and the end of the last, int32 ``[documents + 1]``.
-        longest: Longest document.
-        groups: Row indices ``[n, l]`` of each padded group.
-        ungroup_t: For each token, its place in the concatenation of the flattened groups ``[t]``.
+        lengths: Length of each document of the whole row.
     """
 
     tokens_1t: Tensor
@@ -48,11 +48,29 @@ class PackedTokens:
     cos_td: Tensor
     sin_td: Tensor
     borders: Tensor
-    longest: int
-    groups: tuple[Tensor, ...]
-    ungroup_t: Tensor
+    lengths: tuple[int, ...]
 
     qkv_format: None = None  # Megatron's layers ask; "no special format" keeps them out of it
+
+    @cached_property
+    def longest(self) -> int:
+        """Longest document."""
+        return max(self.lengths)
+
+    @cached_property
+    def uniform(self) -> bool:
+        """All documents have one length, so that the row is a batch as it lies."""
+        return min(self.lengths) == self.longest
+
+    @cached_property
+    def groups(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Row indices ``[n, l]`` of each padded group; and for each token, its place among all the slots ``[t]``.
+
+        They are made when a core attention first asks: most never do, and for hundreds of documents it takes a while.
+        """
+        groups, ungroup_t = _group(self.lengths)
+        device = self.borders.device
+        return tuple(upload(group, device) for group in groups), upload(ungroup_t, device)
 
 
 def pack(documents: Sequence[Tensor], *, inverse_frequencies: Tensor, device: torch.device) -> PackedTokens:
@@ -71,7 +89,6 @@ def pack(documents: Sequence[Tensor], *, inverse_frequencies: Tensor, device: to
     for length in lengths:
         starts.append(starts[-1] + length)
     positions_t = torch.cat([torch.arange(length) for length in lengths])
-    groups, ungroup_t = _group(lengths, starts)
     positions_t = upload(positions_t, device)
     angles_td = positions_t.to(torch.float32)[:, None] * upload(inverse_frequencies, device)[None, :]
     return PackedTokens(
@@ -80,9 +97,7 @@ def pack(documents: Sequence[Tensor], *, inverse_frequencies: Tensor, device: to
         cos_td=angles_td.cos(),
         sin_td=angles_td.sin(),
         borders=upload(torch.tensor(starts, dtype=torch.int32), device),
-        longest=max(lengths),
-        groups=tuple(upload(group, device) for group in groups),
-        ungroup_t=upload(ungroup_t, device),
+        lengths=tuple(lengths),
     )
 
 
@@ -136,8 +151,9 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | No
     return kept_d * plain_d + (1.0 - kept_d) * plain_d / scaling.factor
 
 
-def _group(lengths: Sequence[int], starts: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+def _group(lengths: Sequence[int]) -> tuple[list[Tensor], Tensor]:
     """Deal documents into padded groups; see the module's text."""
+    starts = [0, *accumulate(lengths)]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     members: list[list[int]] = []
     for index in order:
