@@ -36,10 +36,6 @@ def _batch(lengths: list[int], vocab: int) -> list[TrainSequence]:
     ]
 
 
-def _gigabytes() -> float:
-    return round(torch.cuda.max_memory_allocated() / 1e9, 2) if torch.cuda.is_available() else 0.0
-
-
 def _idle(profiler: Any, *, least_us: float = 300.0) -> str:
     """List the longest stretches in which the GPU had nothing to do, and what the host was doing then."""
     events = profiler.events()
@@ -102,7 +98,7 @@ def train(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         "tok_s": round(tokens / seconds),
         "tflops_6n_gpu": round(6 * count * tokens / seconds / options.world / 1e12, 1),
         "ms": round(1e3 * seconds, 1),
-        "peak_gb": _gigabytes(),
+        "peak_gb": compare.trainer_peak(trainer),
         "loss": round(steps[0]["loss"], 4),
     }
     result = {
