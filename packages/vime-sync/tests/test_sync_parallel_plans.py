@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from vime_sync.vllm_plugin.window import missing_in
 
 HERE = Path(__file__).parent
 NAMES = (
@@ -77,6 +78,9 @@ def test_a_model_without_memory_has_the_same_plan(cases, name):
 
 
 def test_an_aliased_model_is_never_allocated(cases):
+    vllm = Path(importlib.util.find_spec("vllm").origin).parent
+    if any(part.path == "BaseModelLoader.create_model" for part in missing_in(vllm)):
+        pytest.skip("this vLLM builds and loads a model in one step, so its parameters are there for a moment")
     found = cases["aliased"]
     assert found["same"] == {"frugal": True, "allocate": True}
     assert found["loaders"]
