@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from vime_rollout.engine.lanes import Lanes
 from vime_rollout.engine.request import GenerateRequest, Generation, parse_generation
 from vime_rollout.engine.window import NEWEST_DIALECT
 from vime_rollout.errors import EngineBusyError, EngineRequestError, EngineResponseError, EngineTimeoutError
@@ -76,11 +77,11 @@ class EngineClient:
     def _session(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
         if self._http is None or self._loop is not loop:
-            # One connection more than slots: control calls must not wait behind generations.
+            # The slots bound the generations; control calls do not wait behind them.
             # vLLM closes a connection that was idle for 5 s: give it up well before, or a call meets the closing.
-            limits = httpx.Limits(max_connections=self._max_concurrency + 8, keepalive_expiry=_KEEPALIVE_S)
+            lanes = Lanes(self._max_concurrency, keepalive_s=_KEEPALIVE_S)
             timeout = httpx.Timeout(None, connect=_CONNECT_S)  # the deadline is set around the whole call
-            self._http = httpx.AsyncClient(base_url=self.url, limits=limits, timeout=timeout, trust_env=False)
+            self._http = httpx.AsyncClient(base_url=self.url, transport=lanes, timeout=timeout, trust_env=False)
             self._slots = asyncio.Semaphore(self._max_concurrency)
             self._loop = loop
         return self._http
