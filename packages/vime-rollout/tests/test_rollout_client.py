@@ -104,6 +104,40 @@ async def test_concurrency_is_bounded(faulty_server):
     await client.close()
 
 
+async def test_a_call_while_connections_are_being_closed_gets_new_ones(faulty_server):
+    client = client_of(faulty_server)
+    await client.control("GET", "/weight_info")
+    going, closed = asyncio.Event(), asyncio.Event()
+    http, close = client._http, client._http.aclose
+
+    async def slow_close():
+        await close()
+        going.set()
+        await closed.wait()
+
+    http.aclose = slow_close
+    cutting = asyncio.create_task(client.cut())
+    await going.wait()
+    assert await client.control("GET", "/weight_info") is not None
+    closed.set()
+    await cutting
+    await client.close()
+
+
+async def test_what_changes_nothing_is_asked_again(faulty_server):
+    client = client_of(faulty_server, retries=1)
+    faulty_server.answers = ["drop", (200, {"weight_version": "3"})]
+    assert await client.read("/weight_info") == {"weight_version": "3"}
+    faulty_server.answers = ["drop", "drop"]
+    with pytest.raises(EngineBusyError, match="connection") as caught:
+        await client.read("/weight_info")
+    assert caught.value.__notes__ == ["GET /weight_info: 2 attempts"]
+    faulty_server.answers = ["drop"]
+    with pytest.raises(EngineBusyError, match="connection"):
+        await client.control("POST", "/pause")
+    await client.close()
+
+
 def test_a_client_outlives_its_event_loop(faulty_server):
     client = client_of(faulty_server)
     for _ in range(2):

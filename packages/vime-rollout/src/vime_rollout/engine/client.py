@@ -88,9 +88,10 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close the connections of the running loop."""
-        if self._http is not None and self._loop is asyncio.get_running_loop():
-            await self._http.aclose()
-        self._http = None
+        # Given up before it is closed: closing takes a while, and a call meanwhile must not get what is being closed.
+        http, self._http = self._http, None
+        if http is not None and self._loop is asyncio.get_running_loop():
+            await http.aclose()
 
     async def cut(self) -> None:
         """End all generations in flight, waiting ones too, and close the connections of the running loop.
@@ -181,6 +182,16 @@ class EngineClient:
         """
         limit = self._control_deadline_s if deadline_s is None else deadline_s
         return await self.within(limit, self._once(self._session(), method, path, **options), f"{method} {path}")
+
+    async def read(self, path: str) -> Any:
+        """Ask for something within the control deadline; again after a failure that may pass, for it changes nothing.
+
+        Args:
+            path: Route, such as ``"/weight_info"``.
+        """
+        what = f"GET {path}"
+        asked = self._retrying(lambda: self._once(self._session(), "GET", path), what, self.incarnation)
+        return await self.within(self._control_deadline_s, asked, what)
 
     async def within(self, limit: float, call: Awaitable[_T], what: str) -> _T:
         """Await ``call`` for at most ``limit`` seconds.

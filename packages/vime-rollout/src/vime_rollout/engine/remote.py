@@ -181,7 +181,10 @@ class RemoteEngine:
         Raises:
             EngineResponseError: When the label is no integer.
         """
-        info = await self._call("GET", "/weight_info")
+        try:
+            info = await self._client.read("/weight_info")
+        except (EngineBusyError, EngineTimeoutError) as error:
+            raise await self._diagnose(error) from error
         try:
             self._version = int(info["weight_version"])
         except (KeyError, TypeError, ValueError) as error:
