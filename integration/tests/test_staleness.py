@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import pytest
 import torch
-from vime_grpo import PolicyLoss
+from vime_grpo import BatchRow, PolicyLoss
 from vime_grpo.config import RunConfig, config_from_dict
-from vime_integration.batches import make_batch
+from vime_integration.batches import RolloutBatch, make_batch
 from vime_integration.errors import PipelineError
 from vime_integration.staleness import (
     ON_POLICY_DIFFERENCE,
@@ -116,3 +117,19 @@ def config_of(mask: bool) -> RunConfig:
             "tracking": {},
         }
     )
+
+
+def test_a_batch_travels_packed_and_arrives_as_it_was() -> None:
+    rows = tuple(
+        BatchRow(torch.arange(length), {"weight": torch.rand(length), "advantage": torch.rand(length)})
+        for length in (3, 1, 7)
+    )
+    batch = RolloutBatch(4, (rows, (), rows[:1]))
+    arrived = pickle.loads(pickle.dumps(batch))
+    assert arrived.version == 4
+    assert [len(update) for update in arrived.updates] == [3, 0, 1]
+    for sent, got in zip((*rows, rows[0]), (row for update in arrived.updates for row in update), strict=True):
+        assert torch.equal(got.tokens, sent.tokens)
+        assert got.fields.keys() == sent.fields.keys()
+        assert all(torch.equal(got.fields[name], values) for name, values in sent.fields.items())
+    arrived.updates[0][0].fields["weight"].zero_()  # it is the receiver's own, to be written to

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,16 @@ from vime_rollout import Sample
 
 from vime_integration.staleness import ON_POLICY, check_lag, on_policy_field
 
+#: Lengths of the rows, their tokens end to end, and each field likewise.
+_Packed = tuple[list[int], Any, dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class RolloutBatch:
     """What one rollout hands to the trainer ranks, through Ray's object store.
+
+    It travels as a few long arrays: thousands of short tensors, each packed and unpacked by itself and twice on their
+    way, take longer than the training of a small model.
 
     Attributes:
         version: The version of the weights that train on it.
@@ -30,6 +37,34 @@ class RolloutBatch:
 
     version: int
     updates: tuple[tuple[BatchRow, ...], ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel packed."""
+        return _unpacked, (self.version, [_packed(rows) for rows in self.updates])
+
+
+def _packed(rows: Sequence[BatchRow]) -> _Packed:
+    """Lay the rows end to end; they have the same fields, as the trainer asks of a batch."""
+    names = list(rows[0].fields) if rows else []
+    return (
+        [len(row.tokens) for row in rows],
+        torch.cat([row.tokens for row in rows]).numpy() if rows else None,
+        {name: torch.cat([row.fields[name] for row in rows]).numpy() for name in names},
+    )
+
+
+def _unpacked(version: int, updates: Sequence[_Packed]) -> RolloutBatch:
+    restored: list[tuple[BatchRow, ...]] = []
+    for lengths, tokens, fields in updates:
+        if tokens is None:
+            restored.append(())
+            continue
+        # Arrays out of Ray's store cannot be written to, and torch takes none of those.
+        parts = {name: torch.split(torch.from_numpy(values.copy()), lengths) for name, values in fields.items()}
+        pieces = torch.split(torch.from_numpy(tokens.copy()), lengths)
+        rows = (BatchRow(piece, {name: part[i] for name, part in parts.items()}) for i, piece in enumerate(pieces))
+        restored.append(tuple(rows))
+    return RolloutBatch(version, tuple(restored))
 
 
 def make_batch(samples: Sequence[Sample], config: RunConfig, version: int, *, max_lag: int = 0) -> RolloutBatch:
