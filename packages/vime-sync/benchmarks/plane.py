@@ -80,11 +80,11 @@ def kernel(setting: Setting, source: torch.device, target: torch.device, *, swee
     tried = _tried(items, target, peer=source != target) if sweep else []
     setting.ready()
     record.row("one copy of the whole buffer", clock(lambda: into.copy_(trainer.flat), 10), size)
-    record.row("torch, digest off", clock(functools.partial(plain.run, digest="off", phase=1), 10), size)
+    record.row("torch, digest off", clock(functools.partial(plain.sums, digest="off", phase=1), 10), size)
     for mode in modes:
-        times = clock(functools.partial(mover.run, digest=mode, phase=1), 15, warm=3)
+        times = clock(functools.partial(mover.sums, digest=mode, phase=1), 15, warm=3)
         record.row(f"triton, digest {mode}", times, size)
-    times = clock(functools.partial(mover.run, digest="full", phase=1, write=False), 15, warm=3)
+    times = clock(functools.partial(mover.sums, digest="full", phase=1, write=False), 15, warm=3)
     record.row("triton, digest only", times, size)
     _verify(record, items, mover, target)
     _sweep(record, tried, trainer.flat, into, mover.sums(digest="full", phase=1), size)
@@ -110,7 +110,7 @@ def _sweep(
     repeats, warm = (6, 2) if torch.cuda.is_available() else (1, 0)
     for index in range(PASSES):
         for one in tried if index % 2 == 0 else reversed(tried):
-            one.times += clock(functools.partial(one.mover.run, digest=one.digest, phase=1), repeats, warm=warm)
+            one.times += clock(functools.partial(one.mover.sums, digest=one.digest, phase=1), repeats, warm=warm)
     wrong = []
     for one in tried:
         record.row(one.case, one.times, nbytes)

@@ -40,10 +40,14 @@ class Results:
         return self.arms().get(name, ("", {}))[1]
 
     def own(self, arm: str, backend: str) -> str:
-        """What vLLM's own engine took in the run that an arm is from."""
+        """What vLLM's own engine took in the run that an arm is from, or else in the last run that has it, by name."""
+        engine, case = f"vllm-{backend}", f"vLLM {backend}: send_weights, all of it"
         run = self.runs.get(self.arms().get(arm, ("", {}))[0], {"arms": []})
-        alone = Results({"": run})
-        return alone.ms(f"vllm-{backend}", f"vLLM {backend}: send_weights, all of it")
+        beside = Results({"": run})
+        if beside.median(engine, case) is not None:
+            return beside.ms(engine, case)
+        found = self.ms(engine, case)
+        return found if self.median(engine, case) is None else f"{found} in `{self.arms()[engine][0]}`"
 
     def missing(self, name: str) -> str:
         """Why an arm has no figure."""
@@ -104,6 +108,10 @@ def update_table(r: Results) -> list[tuple[str, str, str, str]]:
         ("copy on one GPU, pause to resume", "", "20 ms", r.ms("copy", "digest off: paused")),
         ("copy on one GPU, the same, full digest", "", "", r.ms("copy", "digest full: paused")),
         ("copy on one GPU, the same, under load", "", "", r.ms("copy", "under load, digest off: paused")),
+        ("copy beside an aliased engine, data plane", ipc, "8.8 ms", r.ms("alias", "copy, digest off: copy")),
+        ("the same, full digest", "", "+10%", _full(r, "alias", "copy, ")),
+        ("the same, pause to resume", "", "20 ms", r.ms("alias", "copy, digest off: paused")),
+        ("the same, pause to resume, full digest", "", "", r.ms("alias", "copy, digest full: paused")),
         ("extra device memory while idle", "", "none", r.fact("copy", "extra_idle_gib", "{:.3f} GiB")),
         ("GPU 0 to GPU 1, data plane, kernel", nccl, "46 ms", r.ms("copy-peer", "digest off: copy")),
         ("GPU 0 to GPU 1, data plane, `copy_`", nccl, "46 ms", r.ms("copy-peer", "copier torch, digest off: copy")),
@@ -112,10 +120,9 @@ def update_table(r: Results) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def _full(r: Results, arm: str) -> str:
-    if r.median(arm, "digest full: copy") is None:
-        return r.missing(arm)
-    return f"{r.ms(arm, 'digest full: copy')}, {r.ratio(arm, 'digest full: copy', 'digest off: copy')}"
+def _full(r: Results, arm: str, prefix: str = "") -> str:
+    full, off = f"{prefix}digest full: copy", f"{prefix}digest off: copy"
+    return r.missing(arm) if r.median(arm, full) is None else f"{r.ms(arm, full)}, {r.ratio(arm, full, off)}"
 
 
 def kernel_table(r: Results) -> list[tuple[str, str, str]]:
@@ -170,6 +177,7 @@ def _run(name: str, run: dict[str, Any], arms: list[str]) -> str:
     return (
         f"- `{name}`: {len(machine['devices'])} x {device}, {machine['runtime']}, {versions}; shape {run['shape']}. "
         f"From it: {', '.join(f'`{arm}`' for arm in arms)}."
+        + (f" ({machine['note'][:1].upper()}{machine['note'][1:]}.)" if machine.get("note") else "")
     )
 
 
