@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from integration_support import EXAMPLES, POLICY
 from vime_devices import Platform, child_environment
 from vime_grpo import RunConfig, load_config
-from vime_integration.budget import budget, refuse_misfits, settle, sharing_of, trainer_plan
+from vime_integration.budget import budget, check_budget, refuse_misfits, settle, sharing_of, trainer_plan
 from vime_integration.device_memory import DeviceMemory
 from vime_integration.doctor import Machine, Status
 from vime_integration.doctor.configuration import check_configuration
@@ -124,7 +124,7 @@ def test_state_leaves_the_device_only_where_there_is_no_room_for_both(large: Pat
     assert settle(together, seats, 400 * GIB) == together, "it trains while engines generate"
 
 
-def test_a_run_that_does_not_fit_is_refused_before_it_starts(large: Path) -> None:
+def test_a_run_that_does_not_fit_is_refused_before_it_starts(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(large)
     seats = place(config, Platform.CUDA, child_environment(Platform.CUDA, own=[0], node=[0], base={}).env)
     with pytest.raises(PlacementError) as caught:
@@ -133,6 +133,11 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(large: Path) -> Non
     assert "train: trainer" in text, "the phase and who holds what"
     assert "trainer.tensor_parallel" in text, "what to do"
     refuse_misfits(budget(config, seats, 640 * GIB))
+    monkeypatch.setattr("vime_integration.budget.ask_memory", lambda: [DeviceMemory("made up", "sm_90", 0, 141 * GIB)])
+    with pytest.raises(PlacementError, match="memory_check"):
+        check_budget(config, seats)
+    nevertheless = configured(large, "pipeline.memory_check=warn")
+    assert check_budget(nevertheless, seats).trainer.offload == "on"
 
 
 def test_an_engine_whose_share_cannot_hold_its_model_is_named(large: Path) -> None:

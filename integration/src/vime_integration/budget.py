@@ -45,7 +45,12 @@ def check_budget(config: RunConfig, placement: Placement) -> RunConfig:
         ) from error
     smallest = min(device.total for device in devices)
     settled = settle(config, placement, smallest)
-    refuse_misfits(budget(settled, placement, smallest))
+    try:
+        refuse_misfits(budget(settled, placement, smallest))
+    except PlacementError as error:
+        if config.pipeline.memory_check == "stop":
+            raise
+        logger.warning("tried nevertheless, as pipeline.memory_check says: %s", error)
     return settled
 
 
@@ -114,5 +119,6 @@ def refuse_misfits(needs: list[PhaseNeed]) -> None:
             where=", ".join(need.name for need in misfits),
             seen="; ".join(f"{need.name}: {need.text()}" for need in misfits),
             expected=f"at most {misfits[0].budget / GIB:.2f} GiB",
-            fix="; ".join(dict.fromkeys(need.fix for need in misfits)),
+            fix="; ".join(dict.fromkeys(need.fix for need in misfits))
+            + '; or try it nevertheless with pipeline.memory_check = "warn"',
         )

@@ -237,6 +237,11 @@ class PipelineSection(Section):
         description="Running requests during a weight update (async): engines freeze them and go on with the new "
         "weights (keep), or let them end first (drain).",
     )
+    memory_check: Literal["stop", "warn"] = Field(
+        default="stop",
+        description="When a phase is not expected to fit into a GPU: refuse the run before it starts, or say so and "
+        "try. Activations are an estimate.",
+    )
     pools: Literal["disjoint", "shared"] = Field(
         default="disjoint",
         description="GPUs of trainer and engines (async): their own each, or the same ones for both, at the same time, "
