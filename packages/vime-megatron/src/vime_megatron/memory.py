@@ -103,7 +103,8 @@ def _stage_plan(
     if layout.last_stage:
         rows = -(-shape.vocab // layout.tp_size)
         fused = config.dtype != "float32" and config.kernels != "torch"
-        logits = config.logprob_chunk_tokens * rows * (width if fused else 3 * 4)  # plain torch has three, in float32
+        each = 4 if config.head_dtype == "float32" else width
+        logits = config.logprob_chunk_tokens * rows * (each if fused else 3 * 4)  # plain torch has three, in float32
         embedding = rows * shape.hidden * width if shape.tied else 0  # its gradient, as autograd returns it
         vocabulary = logits + embedding
     in_flight = config.pipeline_parallel if layout.first_stage else 1  # micro-batches between forward and backward
