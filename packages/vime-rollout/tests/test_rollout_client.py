@@ -124,6 +124,25 @@ async def test_a_call_while_connections_are_being_closed_gets_new_ones(faulty_se
     await client.close()
 
 
+async def test_a_call_while_the_client_moves_goes_to_the_new_address(faulty_server):
+    client = client_of(faulty_server)
+    client.url, new = "http://127.0.0.1:9", client.url  # where nothing listens, and where the server is
+    going, closed = asyncio.Event(), asyncio.Event()
+
+    async def slow_close():
+        going.set()
+        await closed.wait()
+
+    client._session().aclose = slow_close
+    moving = asyncio.create_task(client.move(new))
+    await going.wait()
+    assert await client.control("GET", "/weight_info") is not None
+    closed.set()
+    await moving
+    assert await client.control("GET", "/weight_info") is not None
+    await client.close()
+
+
 async def test_what_changes_nothing_is_asked_again(faulty_server):
     client = client_of(faulty_server, retries=1)
     faulty_server.answers = ["drop", (200, {"weight_version": "3"})]

@@ -111,8 +111,8 @@ class EngineClient:
         Args:
             url: Such as ``http://127.0.0.1:8000``.
         """
+        self.url = url.rstrip("/")  # before anything is waited for: a call meanwhile makes its connections anew
         await self.cut()
-        self.url = url.rstrip("/")
 
     async def generate(self, request: GenerateRequest, *, deadline_s: float | None = None) -> Generation:
         """Generate one response.
