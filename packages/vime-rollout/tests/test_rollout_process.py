@@ -113,9 +113,10 @@ def test_a_frozen_command_is_ended_too(tmp_path):
 
 
 OWNER = """
-    import os, sys, time
+    import os, signal, sys, time
     from pathlib import Path
     from vime_rollout.engine.process import EngineProcess
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
     log = Path(sys.argv[1])
     process = EngineProcess([sys.executable, "-c", sys.argv[2]], dict(os.environ), log, grace_s=0.2, name="e")
     while "up" not in process.log_tail():
