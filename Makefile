@@ -12,7 +12,7 @@ TYPED := $(wildcard packages/*/src) integration/src integration/matrix tools
 export PYTHONDONTWRITEBYTECODE :=
 export UV_PROJECT_ENVIRONMENT := .venv
 
-.PHONY: help setup demo test check matrix format clean
+.PHONY: help setup demo test test-waiting test-computing check matrix format clean
 
 help:
 	@echo "make demo    train the demo model with GRPO on this machine's CPU (real vLLM, Megatron-Core and Ray)"
@@ -45,9 +45,16 @@ check: $(SYNC)
 
 test: check
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -p no:cacheprovider
+	$(MAKE) --no-print-directory --jobs=2 test-waiting test-computing
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+# Side by side: the first waits for processes most of its time, and the second computes.
+test-waiting:
+	$(BIN)/coverage run -m pytest -p no:cacheprovider integration/tests packages/vime-sync packages/vime-rollout
+
+test-computing:
+	$(BIN)/coverage run -m pytest -p no:cacheprovider packages/vime-megatron packages/vime-grpo packages/vime-devices tools/tests
 
 matrix: $(SYNC)
 	$(BIN)/python integration/matrix/cli.py run
