@@ -153,9 +153,9 @@ def _placement(config: RunConfig, machine: Machine) -> Iterator[Check]:
 
 
 def _memory(config: RunConfig, machine: Machine) -> Iterator[Check]:
-    shape, plan = check_model(config.model.path), trainer_plan(config)
+    shape = check_model(config.model.path)
     if machine.platform is Platform.CPU:
-        needs = cpu_needs(config, plan, shape, machine.host_bytes)
+        needs = cpu_needs(config, trainer_plan(config), shape, machine.host_bytes)
     elif not machine.devices:
         yield Check(
             "config.memory",
