@@ -59,7 +59,8 @@ def rollout_config(config: RunConfig) -> RolloutConfig:
 def head_arguments(config: RunConfig) -> list[str]:
     """Return the engine's arguments that make its logits what the trainer's are; none where they are float32 anyway.
 
-    A vLLM that does not know the key (before 0.32 it is for pooling models) ignores it.
+    The sources of vLLM 0.28, 0.29 and 0.32 compute a generating model's logits in this type, and refuse where the head
+    is quantised. A platform without the type falls back to the weights' with a warning in the engine's log.
     """
     if config.model.head_dtype == "model" or config.engine.dtype == "float32":
         return []

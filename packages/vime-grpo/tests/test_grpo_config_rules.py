@@ -64,6 +64,11 @@ EVALUATION = [
         (["engine.count=0", "engine.urls=['a:8000']"], r"expected http://host:port"),
         (["engine.count=0", "engine.urls=['http://a/v1']"], r"holds 'http://a/v1'"),
         (["engine.count=0", "engine.urls=['http://a', 'http://a']"], r"names an engine twice"),
+        (["engine.extra_args=['--dtype', 'float16']"], r"holds --dtype, which engine.dtype stands for"),
+        (["engine.extra_args=['--max_model_len=64', '-tp', '2']"], r"engine.max_model_len .* engine.tensor_parallel"),
+        (["engine.extra_args=['--logprobs-mode=raw_logprobs']"], r"--logprobs-mode, which the run chooses"),
+        (["engine.extra_args=['--hf-overrides', '[1]']"], r"no JSON object \(expected an object\)"),
+        (["engine.extra_args=['--hf-overrides']"], r"--hf-overrides whose value is no JSON object"),
         (["trainer.sequence_parallel=true"], r"trainer.tensor_parallel is 1"),
         (["trainer.expert_parallel=2"], r"expert_parallel \(2\) does not divide .* \(1\)"),
         (["pipeline.queue_groups=7"], r"queue_groups \(7\) is below rollout.batch_size \(8\)"),
@@ -83,6 +88,39 @@ EVALUATION = [
 )
 def test_contradictions_are_explained(run_toml: Path, overrides: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
+        load_config(run_toml, overrides)
+
+
+ROPE, WIDE = '{"rope_theta": 1e6}', '{"head_dtype": "float32"}'
+
+
+@pytest.mark.parametrize(
+    ("head", "dtype", "arguments", "fits"),
+    [
+        ("float32", "bfloat16", ["--hf-overrides", ROPE], False),
+        ("float32", "bfloat16", [f"--hf_overrides={ROPE}"], False),
+        ("float32", "bfloat16", ["--hf-overrides", WIDE, "--hf-overrides", ROPE], False),
+        ("float32", "bfloat16", ["--hf-overrides", WIDE, "--hf-overrides.rope_theta", "1e6"], False),
+        ("float32", "bfloat16", ["--hf-overrides", '{"head_dtype": "bfloat16"}'], False),
+        ("float32", "bfloat16", ["--hf-overrides", ROPE, "--hf-overrides", WIDE], True),
+        ("float32", "bfloat16", ["--hf-overrides.head_dtype=float32", "--hf-overrides", ROPE], True),
+        ("float32", "bfloat16", ["--max-num-seqs", "64"], True),
+        ("float32", "float32", ["--hf-overrides", ROPE], True),
+        ("float32", "float32", ["--hf-overrides", '{"head_dtype": "model"}'], True),
+        ("model", "bfloat16", ["--hf-overrides", ROPE], True),
+        ("model", "bfloat16", ["--hf-overrides", '{"head_dtype": "bfloat16"}'], True),
+        ("model", "bfloat16", ["--hf-overrides", WIDE], False),
+    ],
+)
+def test_overrides_of_the_users_keep_the_type_of_the_logits(
+    run_toml: Path, head: str, dtype: str, arguments: list[str], fits: bool
+) -> None:
+    quoted = ", ".join(f"'{argument}'" for argument in arguments)
+    overrides = [f"model.head_dtype={head}", f"engine.dtype={dtype}", f"engine.extra_args=[{quoted}]"]
+    if fits:
+        assert load_config(run_toml, overrides).engine.extra_args == tuple(arguments)
+        return
+    with pytest.raises(ConfigError, match=rf'model.head_dtype asks .* add "head_dtype": "{head}" to them'):
         load_config(run_toml, overrides)
 
 

@@ -257,7 +257,11 @@ class EngineSection(Section):
     threads: NonNegativeInt = Field(
         default=0, description="CPU threads of one engine (CPU only); 0 shares out the cores."
     )
-    extra_args: Words = Field(default=(), description="Further arguments of the vLLM server, as on its command line.")
+    extra_args: Words = Field(
+        default=(),
+        description="Further arguments of the vLLM server, as on its command line. Those that a setting stands for are "
+        "refused, and --hf-overrides must repeat a model.head_dtype that it would undo.",
+    )
 
     @property
     def servers(self) -> int:

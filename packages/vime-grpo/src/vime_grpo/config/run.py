@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from vime_grpo.config.base import Section
+from vime_grpo.config.engine_arguments import argument_problems
 from vime_grpo.config.generation import DataSection, EngineSection, ModelSection, RewardSection, RolloutSection
 from vime_grpo.config.training import (
     AlgorithmSection,
@@ -46,6 +47,7 @@ class RunConfig(Section):
             *_batch_problems(self),
             *_length_problems(self),
             *_sampling_problems(self),
+            *argument_problems(self.model, self.engine),
             *_schedule_problems(self),
             *_layout_problems(self),
         ]
