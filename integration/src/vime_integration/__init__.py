@@ -11,6 +11,7 @@ One trip through the house, and the module that owns each part of it::
     weights -> engines        mending.py           (vime-sync, one new integer version a step; engines that died)
     the loop                  pipeline.py          what colocated.py and asynchronous.py share
     the processes             fleet.py             placed by placement.py; what they share is chosen in sharing.py
+                              foreign.py           engines that somebody else started: asked whether they fit
     what is kept              bundle.py            resume; ledger.py, recording.py and reading.py: what happened
 
 Data flows one way. A sample is made under one weight version and trained on by the next; the driver moves references

@@ -33,6 +33,7 @@ from vime_integration.bundle import Bundle, BundleStore
 from vime_integration.cluster import log_to_file, ray_cluster
 from vime_integration.colocated import Colocated
 from vime_integration.fleet import Fleet
+from vime_integration.foreign import check_foreign
 from vime_integration.ledger import Ledger
 from vime_integration.pipeline import Pipeline
 from vime_integration.placement import place
@@ -91,6 +92,7 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
         VimeError: The run failed; what was saved before is valid.
     """
     check_before_start(config)
+    unasked = check_foreign(config)
     folder = RunFolder(resume or config.pipeline.run_dir)
     bundle, moved = _open(folder, config, resume)
     log_to_file(folder.logs / "driver.log")
@@ -109,7 +111,7 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
         if moved is not None:
             display.note(f"moved the earlier run to {moved}")
         display.note(f"run folder {folder.root}")
-        for line in placement.describe():
+        for line in (*placement.describe(), *unasked):
             display.note(line)
             logger.info("%s", line)
         display.phase("start")

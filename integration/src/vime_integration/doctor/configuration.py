@@ -24,6 +24,7 @@ from vime_integration.budget import budget, settle, trainer_plan
 from vime_integration.device_memory import DeviceMemory, ask_memory
 from vime_integration.doctor.findings import Check, Status, guarded, size
 from vime_integration.doctor.host import available_memory, shm_free
+from vime_integration.foreign import look_at_foreign
 from vime_integration.needs import WIDTHS, PhaseNeed, bundle_bytes, cpu_needs
 from vime_integration.placement import place
 from vime_integration.preflight import check_before_start
@@ -71,6 +72,7 @@ def check_configuration(config: RunConfig, machine: Machine | None = None) -> It
         yield from guarded(f"config.{name}", partial(group, config))
     yield from guarded("config.run_dir", partial(_run_dir, config))
     yield from guarded("config.preflight", partial(_preflight, config))
+    yield from guarded("config.engines", partial(_foreign, config))
     on = machine if machine is not None else this_machine()
     yield from guarded("config.placement", partial(_placement, config, on))
     yield from guarded("config.memory", partial(_memory, config, on))
@@ -143,6 +145,18 @@ def _preflight(config: RunConfig) -> Iterator[Check]:
     """Take the look that the run itself takes first: it also finds functions of the user's own."""
     check_before_start(config)
     yield Check("config.preflight", Status.OK, "the run's own look before it starts finds nothing")
+
+
+def _foreign(config: RunConfig) -> Iterator[Check]:
+    """Ask engines of somebody else whether they fit; the run's own get what it needs as arguments."""
+    for engine in look_at_foreign(config):
+        yield Check(
+            "config.engines",
+            Status.FAIL if engine.problems else Status.OK if engine.asked else Status.WARN,
+            f"{engine.url}: {'; '.join(engine.problems) or engine.seen}",
+            "an engine that says what it serves, and serves what the run needs",
+            "start it with VLLM_SERVER_DEV_MODE=1 and the arguments named here",
+        )
 
 
 def _placement(config: RunConfig, machine: Machine) -> Iterator[Check]:

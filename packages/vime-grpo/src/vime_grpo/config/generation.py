@@ -223,8 +223,10 @@ class EngineSection(Section):
     )
     urls: Words = Field(
         default=(),
-        description="Engines started by somebody else, such as http://host:8000, with vime-sync's arguments. They are "
-        "used and never stopped. engine.count must then be 0: the run either starts engines or is given them.",
+        description="Engines started by somebody else, such as http://host:8000, with vime-sync's arguments and what "
+        "model.head_dtype asks for, `--hf-overrides.head_dtype float32`. They are asked whether they fit before "
+        "anything starts, used, and never stopped. engine.count must then be 0: the run either starts engines or is "
+        "given them.",
     )
     router: bool = Field(
         default=False,
