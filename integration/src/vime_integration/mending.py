@@ -262,3 +262,4 @@ class Mending:
     def _take_back(self, name: str) -> None:
         back = self._rollout.engine_back.remote(self._addresses[name], self._session.served)
         fetch(back, name=_ROLLOUT, doing="take an engine back", deadline_s=60.0)
+        self._asked.pop(_ROLLOUT, None)  # an answer from before this names the engine as lost, and it is not any more
