@@ -45,7 +45,7 @@ class Engines:
         self.fail_at = fail_at
 
     async def group(self, prompt, *, version=None, slots=None) -> SampleGroup:
-        async with slots:
+        async with slots.hold():
             if prompt.position == self.fail_at:
                 raise RuntimeError("the engine is on fire")
             spans = []

@@ -11,6 +11,7 @@ from vime_rollout import VersionSpan as Span
 from vime_rollout.errors import EngineTimeoutError, RolloutError
 from vime_rollout.experimental import collect, differing_rewards
 from vime_rollout.rewards import Score
+from vime_rollout.together import all_of
 
 
 class RandomlySlowEngine:
@@ -26,6 +27,9 @@ class RandomlySlowEngine:
         await asyncio.sleep(self.delay * random.random())
         self.ended += 1
         return Generation((5, 6), (-1.0, -1.0), (Span(0, 0, 2),), SampleStatus.COMPLETED)
+
+    async def generate_many(self, request, count, **options):
+        return tuple(await all_of(self.generate(request.alone(i), **options) for i in range(count)))
 
 
 class RewardByPosition:

@@ -64,6 +64,9 @@ class SteppingEngine:
         logprobs = tuple(-t / 16 for t in tokens)
         return Generation(tuple(tokens), logprobs, spans, status, engine=self.name)
 
+    async def generate_many(self, request, count, **options):
+        raise AssertionError("a sample that may be cut has a request of its own")
+
     async def abort(self, request_ids):
         self.aborts += 1
         for name in list(request_ids):

@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import time
-from pathlib import Path
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -102,6 +98,42 @@ async def test_equal_seeds_give_equal_tokens_whatever_else_runs(engine):
     assert (alone.status, len(alone.tokens), alone.engine) == (SampleStatus.TRUNCATED, 16, "e0")
 
 
+async def test_samples_of_one_request_are_those_of_requests_for_each_alone(engine):
+    asked = GenerateRequest(PROMPT, SamplingParams(max_tokens=64), seed=2**62 - 1)
+    together, crowd = await asyncio.gather(engine.generate_many(asked, 6), engine.generate_many(request(64), 5))
+    alone = [await engine.generate(asked.alone(index)) for index in range(6)]
+    assert [g.tokens for g in together] == [g.tokens for g in alone]
+    assert len({g.tokens for g in (*together, *crowd)}) == 11
+    assert [(g.status, g.versions) for g in together] == [(g.status, g.versions) for g in alone]
+    assert {g.status for g in together} == {SampleStatus.COMPLETED, SampleStatus.TRUNCATED}
+    for one, other in zip(together, alone, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    greedy = await engine.generate_many(request(temperature=0.0), 2)
+    assert greedy[0].tokens == greedy[1].tokens
+
+
+@pytest.mark.parametrize("how", ["by name", "all", "pause"])
+async def test_samples_of_one_request_are_cut_together_and_keep_what_they_have(engine, how):
+    calm = await engine.generate_many(request(CONTEXT - 8, seed=40), 3)
+    for _ in range(10):  # the cut must hit while tokens are made
+        named = replace(request(CONTEXT - 8, seed=40), request_id="cut-me")
+        running = asyncio.create_task(engine.generate_many(named, 3))
+        await asyncio.sleep(0.1)
+        if how == "pause":
+            await engine.pause("abort")
+            await engine.resume()
+        else:
+            await (engine.abort(["cut-me"]) if how == "by name" else engine.abort_all())
+        cut = await running
+        if any(g.tokens for g in cut) and all(g.status is SampleStatus.ABORTED for g in cut):
+            break
+    assert {g.status for g in cut} == {SampleStatus.ABORTED}
+    for part, whole in zip(cut, calm, strict=True):
+        assert part.tokens == whole.tokens[: len(part.tokens)]
+        assert part.logprobs == pytest.approx(whole.logprobs[: len(part.tokens)], abs=1e-5)
+    assert [g.tokens for g in await engine.generate_many(request(CONTEXT - 8, seed=40), 3)] == [g.tokens for g in calm]
+
+
 async def test_more_seeded_prompts_at_once_than_a_batch_holds(engine):
     prompts = [tuple(5 + (i + j) % 40 for j in range(200)) for i in range(60)]
     await engine._client.control(
@@ -158,18 +190,19 @@ async def test_versions_are_stamped_checked_and_span_an_update_in_flight(engine)
     with pytest.raises(VersionMismatchError, match=f"version {before + 5}"):
         await engine.generate(request(), version=before + 5)
     for attempt in range(10):  # the update must hit while tokens are made
-        running = asyncio.create_task(engine.generate(request(CONTEXT - 8, seed=attempt)))
+        running = asyncio.create_task(engine.generate_many(request(CONTEXT - 8, seed=attempt), 2))
         await asyncio.sleep(0.1)
         await engine.pause("keep")
         version = engine.version + 1
         async with engine.updating(version):
             await relabel(engine, version)
             await engine._client.control("POST", "/resume")
-        spans = (await running).versions
-        if len(spans) == 2:
+        both = [answer.versions for answer in await running]
+        if [len(spans) for spans in both] == [2, 2]:
             break
-    assert [s.version for s in spans] == [version - 1, version]
-    assert (spans[0].start, spans[0].end, spans[1].end) == (0, spans[1].start, CONTEXT - 8)
+    for spans in both:
+        assert [s.version for s in spans] == [version - 1, version]
+        assert (spans[0].start, spans[0].end, spans[1].end) == (0, spans[1].start, CONTEXT - 8)
     assert engine.version == version
     with pytest.raises(VersionMismatchError):
         await engine.generate(request(), version=version - 1)
@@ -225,11 +258,13 @@ async def test_the_loop_on_the_real_engine_is_repeatable(engine, tiny_model):
     data = DataConfig(gym_task="chain_sum", gym_size=8, gym_options={"max_terms": 2}, apply_chat_template=True)
     prompts = open_data_source(data, encoder).next(3)
     reward = load_reward("exact_match")
-    config = RolloutConfig(samples_per_prompt=2, sampling=SamplingParams(max_tokens=24), max_context_tokens=CONTEXT)
+    config = RolloutConfig(samples_per_prompt=4, sampling=SamplingParams(max_tokens=24), max_context_tokens=CONTEXT)
     rollout = Rollout(EnginePool([engine]), encoder, reward, config)
     first = await rollout.run(prompts, version=engine.version)
-    second = await rollout.run(prompts, version=engine.version)
-    assert [[s.tokens for s in g] for g in first] == [[s.tokens for s in g] for g in second]
+    for most in (None, 3, 1):  # in one request, in two, in one each
+        again = rollout.with_config(replace(config, samples_per_request=most))
+        second = await again.run(prompts, version=engine.version)
+        assert [[s.tokens for s in g] for g in first] == [[s.tokens for s in g] for g in second]
     assert all(s.reward is not None and (s.reward or s.reward_reason) for g in first for s in g)
     assert {s.oldest_version for g in first for s in g} == {engine.version}
 
@@ -437,34 +472,3 @@ async def test_a_busy_port_a_missing_model_and_a_deadline_stop_a_start(tiny_mode
     with pytest.raises(EngineStartError, match="did not start in time"):
         await late.start()
     assert busy.pids == missing.pids == late.pids == []
-
-
-def test_nothing_is_left_when_the_owner_is_killed(tiny_model, tmp_path):
-    owner = f"""
-        import asyncio
-        from vime_rollout import CpuOptions, EngineConfig, VLLMEngine
-        config = EngineConfig(model={str(tiny_model)!r}, dtype="float32", enforce_eager=True, cpu=CpuOptions(),
-                              log_path={str(tmp_path / "engine.log")!r})
-        asyncio.run(VLLMEngine(config).start())
-    """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(owner)])
-    tree: list[psutil.Process] = []
-    deadline = time.monotonic() + 120
-    while not any("EngineCore" in _line(p.pid) or "spawn_main" in _line(p.pid) for p in tree):
-        assert time.monotonic() < deadline
-        assert parent.poll() is None
-        time.sleep(0.2)
-        tree = [p for p in psutil.Process(parent.pid).children(recursive=True) if p.is_running()]
-    parent.kill()
-    parent.wait(10)
-    _, alive = psutil.wait_procs(tree, timeout=20)
-    assert alive == []
-
-
-def test_the_example_of_the_readme_runs(tiny_model, tmp_path):
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    (tmp_path / "example.py").write_text(example.replace("path/to/model", str(tiny_model)))
-    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-2000:] + (tmp_path / "engine-0.log").read_text()[-20000:]
-    assert "rollout/raw_reward" in done.stdout

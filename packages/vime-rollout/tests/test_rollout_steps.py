@@ -44,9 +44,13 @@ class MemoryEngine:
         self.delay, self.version, self.cut_after, self.error, self.fail_at = delay, version, cut_after, error, fail_at
         self.requests, self.peak, self.cancelled = [], 0, 0
 
-    async def generate(self, request, *, version=None, deadline_s=None):
+    async def generate(self, request, **options):
+        (generation,) = await self.generate_many(request, 1, **options)
+        return generation
+
+    async def generate_many(self, request, count, *, version=None, deadline_s=None):
         self.requests.append(request)
-        self.in_flight += 1
+        self.in_flight += count
         self.peak = max(self.peak, self.in_flight)
         try:
             await asyncio.sleep(self.delay * random.random() if self.delay < 1 else self.delay)
@@ -56,7 +60,10 @@ class MemoryEngine:
             self.cancelled += 1
             raise
         finally:
-            self.in_flight -= 1
+            self.in_flight -= count
+        return tuple(self.answer(request.alone(index)) for index in range(count))
+
+    def answer(self, request):
         draw = random.Random(request.seed)
         wanted = min(request.sampling.max_tokens, self.cut_after or request.sampling.max_tokens)
         tokens = tuple(draw.randrange(4, 14) for _ in range(wanted))
@@ -85,7 +92,7 @@ async def test_groups_come_in_order_and_depend_on_nothing_but_seeds(encoder):
     quick = await make_rollout(MemoryEngine(), encoder).run(prompts(5), version=0)
     slow_engine = MemoryEngine(delay=0.05)
     slow = await make_rollout(slow_engine, encoder, concurrency=4).run(prompts(5))
-    assert slow_engine.peak == 4
+    assert slow_engine.peak == 3  # a second prompt's three samples do not fit into four
     assert [g.prompt.position for g in quick] == list(range(5))
     assert [[s.tokens for s in g] for g in quick] == [[s.tokens for s in g] for g in slow]
     assert len({s.seed for g in quick for s in g}) == 15
@@ -128,21 +135,25 @@ async def test_the_context_bounds_the_response(encoder):
     assert caught.value.where == "prompt p:0"
 
 
-async def test_the_first_error_ends_the_step_with_its_cause(encoder):
+@pytest.mark.parametrize(
+    ("together", "failing", "note"),
+    [(1, "p:1@0-2", "sample 2"), (2, "p:1@0-0to1", "samples 0 to 1"), (None, "p:1@0-0to2", "samples 0 to 2")],
+)
+async def test_the_first_error_ends_the_step_with_its_cause(encoder, together, failing, note):
     engine = MemoryEngine(delay=30, error=None)
     bad = EngineRequestError("engine refused the request")
-    original = engine.generate
+    original = engine.generate_many
 
-    async def generate(request, **options):
-        if request.request_id.startswith("p:1@0-2"):
+    async def generate_many(request, count, **options):
+        if request.request_id.startswith(failing):
             raise bad
-        return await original(request, **options)
+        return await original(request, count, **options)
 
-    engine.generate = generate
+    engine.generate_many = generate_many
     with pytest.raises(EngineRequestError) as caught:
-        await asyncio.wait_for(make_rollout(engine, encoder).run(prompts(4)), 5)
+        await asyncio.wait_for(make_rollout(engine, encoder, samples_per_request=together).run(prompts(4)), 5)
     assert caught.value is bad
-    assert caught.value.__notes__ == ["sample 2 of group p:1@0"]
+    assert caught.value.__notes__ == [f"{note} of group p:1@0"]
     assert engine.in_flight == 0
     assert engine.cancelled == len(engine.requests)
 
@@ -152,7 +163,7 @@ async def test_the_step_has_a_deadline(encoder):
     with pytest.raises(EngineTimeoutError, match="0 of 2 groups"):
         await make_rollout(engine, encoder, step_deadline_s=0.1).run(prompts(2))
     assert engine.in_flight == 0
-    assert engine.cancelled == 6
+    assert engine.cancelled == 2
 
 
 async def test_leaving_a_stream_cancels_the_rest(encoder):
@@ -162,7 +173,7 @@ async def test_leaving_a_stream_cancels_the_rest(encoder):
             assert group.is_scored
             break
     assert engine.in_flight == 0
-    assert len(engine.requests) < 18
+    assert len(engine.requests) < 6
 
 
 async def test_a_prompt_twice_is_refused(encoder):
@@ -187,7 +198,7 @@ async def test_a_generate_function_of_ones_own(encoder, make_sample):
 async def test_pool_spreads_by_load_and_sticks_by_session(encoder):
     engines = [MemoryEngine(f"e{i}", delay=0.02) for i in range(3)]
     await make_rollout(EnginePool(engines), encoder).run(prompts(6))
-    assert [len(e.requests) for e in engines] == [6, 6, 6]
+    assert [len(e.requests) for e in engines] == [2, 2, 2]
     sticky = [MemoryEngine(f"e{i}") for i in range(3)]
     await make_rollout(EnginePool(sticky), encoder, sticky_groups=True).run(prompts(12))
     where = {r.session_id: e.name for e in sticky for r in e.requests}

@@ -76,21 +76,22 @@ def interpreter_with(tmp_path, release, name="vllm"):
 
 
 @pytest.mark.parametrize(
-    ("release", "option", "stamps"),
+    ("release", "option", "stamps", "many"),
     [
-        ("0.28.0", False, False),
-        ("0.29.1.dev3+g98dff2a", False, False),
-        ("0.30.0", True, False),
-        ("0.31.2", True, False),
-        ("0.32.0", True, True),
-        ("0.33.0", True, True),
-        ("1.0.0", True, True),
+        ("0.28.0", False, False, False),
+        ("0.29.1.dev3+g98dff2a", False, False, True),
+        ("0.30.0", True, False, True),
+        ("0.31.2", True, False, True),
+        ("0.32.0", True, True, True),
+        ("0.33.0", True, True, True),
+        ("1.0.0", True, True, True),
     ],
 )
-def test_a_release_decides_options_and_answers(caplog, release, option, stamps):
+def test_a_release_decides_options_and_answers(caplog, release, option, stamps, many):
     with caplog.at_level(logging.WARNING):
         dialect = dialect_of(release, where="engine e")
     assert (dialect.release, dialect.scale_out_option, dialect.stamps_tokens) == (release, option, stamps)
+    assert dialect.many_samples is many
     assert ("--enable-scale-out" in EngineConfig(model="/m").command(1, dialect)) is option
     assert ("before and after" in caplog.text) is not stamps
     assert ("newer than what is tested" in caplog.text) is (release in ("0.33.0", "1.0.0"))
@@ -160,14 +161,14 @@ async def test_versions_that_are_not_stamped_are_asked_for(start_server):
     with pytest.raises(EngineResponseError, match="no completion"):
         await engine.generate(ask)
 
-    generate = engine._client.generate
+    generate = engine._client.generate_many
 
-    async def updated_meanwhile(request, **options):
-        answer = await generate(request, **options)
+    async def updated_meanwhile(request, count, **options):
+        answer = await generate(request, count, **options)
         server.label = str(int(server.label) + 1)
         return answer
 
-    engine._client.generate = updated_meanwhile
+    engine._client.generate_many = updated_meanwhile
     server.answers = [(200, unstamped([7, 8]))] * 2
     assert (await engine.generate(ask)).versions == (Span(4, 0, 2),)  # the older one
     with pytest.raises(VersionMismatchError, match="engine at version 6"):

@@ -30,6 +30,7 @@ from vime_rollout.rewards import Reward, Score, load_reward
 from vime_rollout.rollout import GenerateFunction, Rollout, RolloutConfig
 from vime_rollout.sample import Prompt, Sample, SampleGroup, SampleStatus, Timings, VersionSpan, full_length
 from vime_rollout.single_turn import single_turn
+from vime_rollout.together import Slots
 from vime_rollout.tokens import Encoder
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "SampleStatus",
     "SamplingParams",
     "Score",
+    "Slots",
     "Timings",
     "VLLMEngine",
     "VersionSpan",

@@ -91,7 +91,7 @@ class EnginePool:
 
     @property
     def in_flight(self) -> int:
-        """Requests that wait or run in all engines."""
+        """Samples that wait or run in all engines."""
         return sum(engine.in_flight for engine in self.engines)
 
     @property
@@ -153,10 +153,18 @@ class EnginePool:
     async def generate(
         self, request: GenerateRequest, *, version: int | None = None, deadline_s: float | None = None
     ) -> Generation:
-        """Generate one response on one of the engines.
+        """Generate one response on one of the engines; see ``generate_many``."""
+        (generation,) = await self.generate_many(request, 1, version=version, deadline_s=deadline_s)
+        return generation
+
+    async def generate_many(
+        self, request: GenerateRequest, count: int, *, version: int | None = None, deadline_s: float | None = None
+    ) -> tuple[Generation, ...]:
+        """Generate several responses on one of the engines; a loss costs all of them, and all are made again.
 
         Args:
             request: What to generate; requests of one ``session_id`` go to one engine while it serves.
+            count: How many; the i-th is what ``request.alone(i)`` makes.
             version: Weights that every token must come from.
             deadline_s: Seconds for one engine.
 
@@ -168,7 +176,7 @@ class EnginePool:
         while True:
             engine = await self._choose(request.session_id)
             try:
-                return await engine.generate(request, version=version, deadline_s=deadline_s)
+                return await engine.generate_many(request, count, version=version, deadline_s=deadline_s)
             except _LOSSES as error:
                 if self._on_loss == "raise":
                     raise

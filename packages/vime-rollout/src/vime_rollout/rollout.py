@@ -1,8 +1,9 @@
 """Prompts to scored groups: generate n samples of each prompt, score each when it is done, hand on whole groups.
 
-Repeatability. The seed of a sample is a hash of (run seed, group id, sample index), so it depends neither on the order
+Repeatability. The seed of a sample is a hash of (run seed, group id) plus its index, so it depends neither on the order
 in which requests are sent, nor on the engine that serves them, nor on how many there are; a run with the same data,
-seeds and weights samples the same tokens.
+seeds and weights samples the same tokens. The seeds of a group follow each other as vLLM counts them up within a
+request for several samples, so a sample is the same whether it was asked for alone or with the others of its group.
 
 Failure. The first error ends the step: all other requests are cancelled (the engine drops what it no longer serves),
 and the error is raised as it is, with a note that names the sample. The step has a deadline of its own.
@@ -22,13 +23,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vime_rollout.engine.remote import Engine
-from vime_rollout.engine.request import SamplingParams
+from vime_rollout.engine.request import Generation, SamplingParams
 from vime_rollout.errors import EngineTimeoutError, RolloutError, SampleCutError
 from vime_rollout.partial import PartialSamples
 from vime_rollout.rewards.base import Reward
 from vime_rollout.sample import Prompt, Sample, SampleGroup
-from vime_rollout.single_turn import single_turn
+from vime_rollout.single_turn import begin_together, go_on, single_turn
+from vime_rollout.together import Slots, all_of
 from vime_rollout.tokens import Encoder
+
+#: Seeds are below two to the power of this; a group's samples count up from there, within vLLM's 63 bits.
+_SEED_BITS = 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,9 @@ class RolloutConfig:
         concurrency: Most samples in work at a time, over all engines.
         step_deadline_s: Seconds for one call of ``run``.
         request_deadline_s: Seconds for one response; ``None`` takes the engine's.
+        samples_per_request: Most samples of a prompt that one request asks for; ``None``: all that ``concurrency``
+            allows. A request is answered when its last sample has ended, and vLLM refuses more than ``max_num_seqs``.
+            With a generate function of one's own, or partial samples kept, each sample has its own request.
         sticky_groups: Send all samples of a prompt to one engine, which then computes the prompt once.
         max_turns: Most turns of the policy in one sample, for generate functions with several turns.
     """
@@ -54,8 +62,20 @@ class RolloutConfig:
     concurrency: int = 256
     step_deadline_s: float = 3600.0
     request_deadline_s: float | None = None
+    samples_per_request: int | None = None
     sticky_groups: bool = False
     max_turns: int = 1
+
+    def __post_init__(self) -> None:
+        """Check what would hang or divide by nothing.
+
+        Raises:
+            RolloutError: Naming the field.
+        """
+        for name in ("samples_per_prompt", "concurrency", "samples_per_request"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RolloutError(f"rollout field {name}", seen=str(value), expected="at least 1")
 
 
 class GenerateFunction(Protocol):
@@ -155,7 +175,7 @@ class Rollout:
         """
         if len({p.group_id for p in prompts}) != len(prompts):
             raise RolloutError("a prompt is there twice", seen=str([p.group_id for p in prompts])[:200])
-        slots = asyncio.Semaphore(self.config.concurrency)
+        slots = Slots(self.config.concurrency)
         tasks = {asyncio.create_task(self.group(p, version=version, slots=slots), name=p.group_id) for p in prompts}
         pending = tasks
         try:
@@ -168,9 +188,7 @@ class Rollout:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def group(
-        self, prompt: Prompt, *, version: int | None = None, slots: asyncio.Semaphore | None = None
-    ) -> SampleGroup:
+    async def group(self, prompt: Prompt, *, version: int | None = None, slots: Slots | None = None) -> SampleGroup:
         """Return the scored group of one prompt.
 
         Args:
@@ -182,16 +200,12 @@ class Rollout:
             RolloutError: The first error of any sample, with a note that names it.
             SampleCutError: When partial samples are kept and the group was cut; what there is of it is kept.
         """
-        slots = slots or asyncio.Semaphore(self.config.concurrency)
+        slots = slots or Slots(self.config.concurrency)
         prompt = self.encoder.encode(prompt)
-        count = self.config.samples_per_prompt
-        tasks = [asyncio.create_task(self._sample(prompt, index, version, slots)) for index in range(count)]
-        try:
-            records = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        count, most = self.config.samples_per_prompt, self._most_together()
+        pieces = [range(first, min(first + most, count)) for first in range(0, count, most)]
+        made = await all_of(self._piece(prompt, piece, version, slots) for piece in pieces)
+        records = [trajectory for piece in made for trajectory in piece]
         samples = [sample for trajectory in records if trajectory is not None for sample in trajectory]
         if None in records:
             raise SampleCutError(
@@ -201,24 +215,56 @@ class Rollout:
             self.partial.forget(prompt)
         return SampleGroup(prompt, tuple(samples))
 
-    async def _sample(
-        self, prompt: Prompt, index: int, version: int | None, slots: asyncio.Semaphore
-    ) -> tuple[Sample, ...] | None:
-        """Return the scored records of one trajectory, or ``None`` when it was cut to be gone on with later."""
+    def _most_together(self) -> int:
+        # Partial samples are cut by the name of their request. vLLM (0.28 to 0.32) keeps what it has of a request for
+        # several samples that is cut by its name for as long as the server lives.
+        if self._generate is not single_turn or self.partial is not None:
+            return 1
+        most = self.config.samples_per_request or self.config.samples_per_prompt
+        return min(most, self.config.concurrency)
+
+    async def _piece(
+        self, prompt: Prompt, indices: range, version: int | None, slots: Slots
+    ) -> list[tuple[Sample, ...] | None]:
+        """Return the scored records of each of some samples, ``None`` for one that was cut to be gone on with later."""
+        if len(indices) == 1:
+            return [await self._alone(prompt, indices[0], version, slots)]
+        async with slots.hold(len(indices)):
+            try:
+                begun = await begin_together(self, prompt, indices, version)
+            except RolloutError as error:
+                error.add_note(f"samples {indices[0]} to {indices[-1]} of group {prompt.group_id}")
+                raise
+            pairs = zip(indices, begun, strict=True)
+            return list(await all_of(self._finish(prompt, index, version, parts) for index, parts in pairs))
+
+    async def _alone(self, prompt: Prompt, index: int, version: int | None, slots: Slots) -> tuple[Sample, ...] | None:
         if self.partial is not None and (finished := self.partial.finished(prompt, index, version)) is not None:
             return finished
-        async with slots:
+        async with slots.hold():
             try:
-                made = await self._generate(self, prompt, index, version)
-                records = await self._score((made,) if isinstance(made, Sample) else tuple(made))
+                records = await self._finish(prompt, index, version)
             except SampleCutError:
                 return None
-            except RolloutError as error:
-                error.add_note(f"sample {index} of group {prompt.group_id}")
-                raise
         if self.partial is not None:
             self.partial.finish(prompt, index, records)
         return records
+
+    async def _finish(
+        self, prompt: Prompt, index: int, version: int | None, begun: list[Generation] | None = None
+    ) -> tuple[Sample, ...]:
+        """Return the scored records of one trajectory, from nothing or from what was begun of it."""
+        try:
+            made: Sample | Sequence[Sample]
+            if begun is None:
+                made = await self._generate(self, prompt, index, version)
+            else:
+                made = await go_on(self, prompt, index, version, begun)
+            return await self._score((made,) if isinstance(made, Sample) else tuple(made))
+        except RolloutError as error:
+            if not isinstance(error, SampleCutError):
+                error.add_note(f"sample {index} of group {prompt.group_id}")
+            raise
 
     async def _score(self, records: tuple[Sample, ...]) -> tuple[Sample, ...]:
         """Score the last record of a trajectory, and give all of them its score."""
@@ -228,6 +274,7 @@ class Rollout:
         return tuple(record.scored(score.value, score.reason, reward_s=seconds) for record in records)
 
     def seed_of(self, prompt: Prompt, index: int, turn: int = 0) -> int:
-        """Return the seed of one request: 63 bits of a hash of (run seed, group id, sample index, turn)."""
-        text = f"{self.config.seed}/{prompt.group_id}/{index}/{turn}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+        """Return the seed of one request: a hash of (run seed, group id, turn), plus the sample's index."""
+        text = f"{self.config.seed}/{prompt.group_id}/{turn}"
+        base = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> (64 - _SEED_BITS)
+        return base + index

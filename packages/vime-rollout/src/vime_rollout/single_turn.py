@@ -1,4 +1,4 @@
-"""The built-in generate function: one response to one prompt.
+"""The built-in generate function: one response to one prompt, or several in one request.
 
 A response that is cut from outside (``aborted``) is continued from its own tokens: what was sampled is never sampled
 again, and keeps its logprobs and versions. With partial samples kept, the cut may outlast the step: generation stops
@@ -36,8 +36,46 @@ async def single_turn(rollout: Rollout, prompt: Prompt, index: int, version: int
         SampleCutError: When partial samples are kept and the step wants no more of this one.
         EngineError: From the engine.
     """
-    budget = min(_room(rollout, prompt), rollout.config.sampling.max_tokens)
     parts = [] if rollout.partial is None else rollout.partial.resume(prompt, index, version)
+    return await go_on(rollout, prompt, index, version, parts)
+
+
+async def begin_together(
+    rollout: Rollout, prompt: Prompt, indices: range, version: int | None
+) -> list[list[Generation]]:
+    """Ask for several samples of a prompt in one request, and return the first part of each (none where it is empty).
+
+    They are the parts that a request for each alone would bring, so ``go_on`` makes the samples of ``single_turn``.
+
+    Args:
+        rollout: Engine, encoder and configuration.
+        prompt: With tokens.
+        indices: Samples of the group, one after the other.
+        version: Weights that every token must come from, or ``None``.
+
+    Raises:
+        RolloutError: When the prompt leaves no room for a response.
+        EngineError: From the engine.
+    """
+    request = _request(rollout, prompt, indices[0], [], _budget(rollout, prompt))
+    if len(indices) > 1:
+        request = replace(request, request_id=f"{prompt.group_id}-{indices[0]}to{indices[-1]}-0")
+    deadline_s = rollout.config.request_deadline_s
+    answers = await rollout.engine.generate_many(request, len(indices), version=version, deadline_s=deadline_s)
+    return [[part] if _holds(part) else [] for part in answers]
+
+
+async def go_on(rollout: Rollout, prompt: Prompt, index: int, version: int | None, parts: list[Generation]) -> Sample:
+    """Make a sample whose first parts are there; see ``single_turn``.
+
+    Args:
+        rollout: Engine, encoder and configuration.
+        prompt: With tokens.
+        index: Which sample of the group.
+        version: Weights that every token made here must come from, or ``None``.
+        parts: What there is of it; what is made is added.
+    """
+    budget = _budget(rollout, prompt)
     for _ in range(_MAX_CONTINUATIONS):
         if parts and (parts[-1].status is not SampleStatus.ABORTED or _length(parts) >= budget):
             return assemble(rollout, prompt, index, parts)
@@ -46,7 +84,7 @@ async def single_turn(rollout: Rollout, prompt: Prompt, index: int, version: int
         with contextlib.nullcontext() if kept is None else kept.sending(prompt, index, request):
             deadline_s = rollout.config.request_deadline_s
             part = await rollout.engine.generate(request, version=version, deadline_s=deadline_s)
-        if part.tokens or part.status is not SampleStatus.ABORTED:
+        if _holds(part):
             parts.append(part)
             if kept is not None:
                 kept.keep(prompt, index, parts)
@@ -58,7 +96,13 @@ async def single_turn(rollout: Rollout, prompt: Prompt, index: int, version: int
     )
 
 
-def _room(rollout: Rollout, prompt: Prompt) -> int:
+def _holds(part: Generation) -> bool:
+    """Tell whether a part says anything: one that was cut before its first token does not."""
+    return bool(part.tokens) or part.status is not SampleStatus.ABORTED
+
+
+def _budget(rollout: Rollout, prompt: Prompt) -> int:
+    """Return the most tokens that a response may have."""
     most = rollout.config.max_context_tokens
     if len(prompt.tokens) >= most:
         raise RolloutError(
@@ -68,7 +112,7 @@ def _room(rollout: Rollout, prompt: Prompt) -> int:
             expected=f"fewer than max_context_tokens = {most}",
             fix="set max_prompt_tokens of the data source",
         )
-    return most - len(prompt.tokens)
+    return min(most - len(prompt.tokens), rollout.config.sampling.max_tokens)
 
 
 def _length(parts: Sequence[Generation]) -> int:

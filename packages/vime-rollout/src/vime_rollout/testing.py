@@ -72,6 +72,13 @@ class ScriptedEngine:
         self.history.append((request, generation, version))
         return generation
 
+    async def generate_many(
+        self, request: GenerateRequest, count: int, *, version: int | None = None, deadline_s: float | None = None
+    ) -> tuple[Generation, ...]:
+        """Answer several times, each as if it were asked for alone."""
+        alone = [request.alone(index) for index in range(count)]
+        return tuple([await self.generate(one, version=version, deadline_s=deadline_s) for one in alone])
+
     async def abort(self, request_ids: Iterable[str]) -> None:
         """Do nothing: every answer is whole at once."""
 

@@ -22,9 +22,10 @@ from typing import Any, TypeVar
 import httpx
 
 from vime_rollout.engine.lanes import Lanes
-from vime_rollout.engine.request import GenerateRequest, Generation, parse_generation
+from vime_rollout.engine.request import GenerateRequest, Generation, parse_generations
 from vime_rollout.engine.window import NEWEST_DIALECT
 from vime_rollout.errors import EngineBusyError, EngineRequestError, EngineResponseError, EngineTimeoutError
+from vime_rollout.together import Slots, all_of
 
 _T = TypeVar("_T")
 _FIRST_PAUSE_S = 0.2
@@ -39,7 +40,7 @@ class EngineClient:
     Args:
         url: Such as ``http://127.0.0.1:8000``.
         name: Name of the engine, for errors.
-        max_concurrency: Most generations in flight; more wait.
+        max_concurrency: Most samples in flight; more wait.
         request_deadline_s: Seconds for one generation in the engine, retries included. Waiting for a slot is not
             counted: it is bounded by the deadlines of those who hold the slots.
         control_deadline_s: Seconds for a control call.
@@ -71,7 +72,7 @@ class EngineClient:
         self._alive = alive
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: httpx.AsyncClient | None = None
-        self._slots = asyncio.Semaphore(max_concurrency)
+        self._slots = Slots(max_concurrency)
         self._scopes: set[asyncio.Timeout] = set()
 
     def _session(self) -> httpx.AsyncClient:
@@ -82,7 +83,7 @@ class EngineClient:
             lanes = Lanes(self._max_concurrency, keepalive_s=_KEEPALIVE_S)
             timeout = httpx.Timeout(None, connect=_CONNECT_S)  # the deadline is set around the whole call
             self._http = httpx.AsyncClient(base_url=self.url, transport=lanes, timeout=timeout, trust_env=False)
-            self._slots = asyncio.Semaphore(self._max_concurrency)
+            self._slots = Slots(self._max_concurrency)
             self._loop = loop
         return self._http
 
@@ -115,11 +116,25 @@ class EngineClient:
         await self.cut()
 
     async def generate(self, request: GenerateRequest, *, deadline_s: float | None = None) -> Generation:
-        """Generate one response.
+        """Generate one response; see ``generate_many``."""
+        (generation,) = await self.generate_many(request, 1, deadline_s=deadline_s)
+        return generation
+
+    async def generate_many(
+        self, request: GenerateRequest, count: int, *, deadline_s: float | None = None
+    ) -> tuple[Generation, ...]:
+        """Generate several responses: in one request, or in one each where the engine cannot.
+
+        It cannot at temperature 0, where vLLM refuses to answer the same thing twice, and before vLLM 0.29, which
+        answers with the last one to end. All these requests have one ``request_id``, by which vLLM aborts all of them.
 
         Args:
             request: What to generate.
+            count: How many; the i-th is what ``request.alone(i)`` makes.
             deadline_s: Seconds from leaving the queue to the answer; ``None`` takes the configured deadline.
+
+        Returns:
+            The responses, in the order of their seeds.
 
         Raises:
             EngineTimeoutError: When the deadline passed.
@@ -127,6 +142,17 @@ class EngineClient:
             EngineResponseError: When the answer is not a valid completion.
             EngineBusyError: When the connection or the engine kept failing.
         """
+        together = request.sampling.temperature > 0 and self.dialect.many_samples
+        self.in_flight += count
+        try:
+            if count == 1 or together:
+                return await self._generate(request, count, deadline_s)
+            singles = (self._generate(request.alone(index), 1, deadline_s) for index in range(count))
+            return tuple(generation for answer in await all_of(singles) for generation in answer)
+        finally:
+            self.in_flight -= count
+
+    async def _generate(self, request: GenerateRequest, count: int, deadline_s: float | None) -> tuple[Generation, ...]:
         limit = self.request_deadline_s if deadline_s is None else deadline_s
         headers = {"x-session-id": request.session_id} if request.session_id else {}
         incarnation = self.incarnation
@@ -136,21 +162,17 @@ class EngineClient:
             nonlocal attempts
             attempts += 1
             route = "/inference/v1/generate"
-            return await self._once(self._session(), "POST", route, json=request.to_wire(), headers=headers)
+            return await self._once(self._session(), "POST", route, json=request.to_wire(count), headers=headers)
 
         self._session()  # the slots belong to the running loop from here on
-        self.in_flight += 1
-        try:
-            started = time.monotonic()
-            async with self._slots:
-                sent = time.monotonic()
-                body = await self._uncut(limit, incarnation, send)
-            done = time.monotonic()
-        finally:
-            self.in_flight -= 1
+        started = time.monotonic()
+        async with self._slots.hold(count):
+            sent = time.monotonic()
+            body = await self._uncut(limit, incarnation, send)
+        done = time.monotonic()
         most, stamped = request.sampling.max_tokens, self.dialect.stamps_tokens
-        generation = parse_generation(body, engine=self.name, max_tokens=most, stamped=stamped)
-        return replace(generation, queue_s=sent - started, seconds=done - sent, attempts=attempts)
+        generations = parse_generations(body, count, engine=self.name, max_tokens=most, stamped=stamped)
+        return tuple(replace(g, queue_s=sent - started, seconds=done - sent, attempts=attempts) for g in generations)
 
     async def _uncut(self, limit: float, incarnation: int, send: Callable[[], Awaitable[Any]]) -> Any:
         """Send within the deadline, unless the server is cut off before or meanwhile."""
@@ -209,7 +231,7 @@ class EngineClient:
         return EngineTimeoutError(
             f"engine passed the deadline of {what}",
             where=f"engine {self.name} at {self.url}",
-            seen=f"no answer after {limit:g} s, {self.in_flight} requests in flight",
+            seen=f"no answer after {limit:g} s, {self.in_flight} samples in flight",
             fix="raise the deadline, lower max_tokens or max_concurrency, or look at the engine's log",
         )
 

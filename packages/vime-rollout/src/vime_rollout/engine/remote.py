@@ -56,13 +56,19 @@ class Engine(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Requests that wait or run."""
+        """Samples that wait or run."""
         ...
 
     async def generate(
         self, request: GenerateRequest, *, version: int | None = None, deadline_s: float | None = None
     ) -> Generation:
         """Generate one response, checked against ``version``."""
+        ...
+
+    async def generate_many(
+        self, request: GenerateRequest, count: int, *, version: int | None = None, deadline_s: float | None = None
+    ) -> tuple[Generation, ...]:
+        """Generate several responses, the i-th being what ``request.alone(i)`` makes."""
         ...
 
     async def abort(self, request_ids: Iterable[str]) -> None:
@@ -109,7 +115,7 @@ class RemoteEngine:
 
     @property
     def in_flight(self) -> int:
-        """Requests that wait or run."""
+        """Samples that wait or run."""
         return self._client.in_flight
 
     async def connect(self, initial_version: int = 0) -> None:
@@ -196,10 +202,18 @@ class RemoteEngine:
     async def generate(
         self, request: GenerateRequest, *, version: int | None = None, deadline_s: float | None = None
     ) -> Generation:
-        """Generate one response; wait while the engine is paused or updating.
+        """Generate one response; see ``generate_many``."""
+        (generation,) = await self.generate_many(request, 1, version=version, deadline_s=deadline_s)
+        return generation
+
+    async def generate_many(
+        self, request: GenerateRequest, count: int, *, version: int | None = None, deadline_s: float | None = None
+    ) -> tuple[Generation, ...]:
+        """Generate several responses; wait while the engine is paused or updating.
 
         Args:
             request: What to generate.
+            count: How many; the i-th is what ``request.alone(i)`` makes.
             version: Weights that every token must come from; ``None`` takes any and records them.
             deadline_s: Seconds to become ready, and then to answer; ``None`` takes the configured deadline. Both begin
                 anew when the server is replaced meanwhile.
@@ -209,39 +223,40 @@ class RemoteEngine:
             EngineDeadError: When the engine died; with the tail of its log where this process owns it.
             EngineError: See ``EngineClient.generate`` and ``StateMachine.until_ready``.
         """
-        generation: Generation | None = None
-        while generation is None:
+        generations: tuple[Generation, ...] | None = None
+        while generations is None:
             await self._ready_at(version, deadline_s)
             incarnation = self._client.incarnation
             try:
-                generation = await self._generate(request, deadline_s)
+                generations = await self._generate(request, count, deadline_s)
             except (EngineBusyError, EngineTimeoutError) as error:
                 if self._client.incarnation == incarnation:
                     told = await self._diagnose(error)
                     if self._client.incarnation == incarnation:
                         raise told from error
                 # The server that had the request was replaced: nothing of it can arrive any more, so it is asked anew.
-        found: set[int | None] = {span.version for span in generation.versions}
+        found: set[int | None] = {span.version for generation in generations for span in generation.versions}
         if not self._client.dialect.stamps_tokens:
             found.add(self._version)
         if version is not None and found - {version}:
             raise VersionMismatchError(
                 "tokens come from other weights than asked for",
                 where=f"engine {self.name}",
-                seen=f"{generation.versions}, engine at version {self._version}",
+                seen=f"versions {sorted(found, key=str)}, engine at version {self._version}",
                 expected=f"version {version} only",
             )
-        return generation
+        return generations
 
-    async def _generate(self, request: GenerateRequest, deadline_s: float | None) -> Generation:
+    async def _generate(self, request: GenerateRequest, count: int, deadline_s: float | None) -> tuple[Generation, ...]:
         """Generate once; where the engine does not stamp tokens, find out their version (see ``window``)."""
         if self._client.dialect.stamps_tokens:
-            return await self._client.generate(request, deadline_s=deadline_s)
+            return await self._client.generate_many(request, count, deadline_s=deadline_s)
         before = await self.read_version()
-        generation = await self._client.generate(request, deadline_s=deadline_s)
+        generations = await self._client.generate_many(request, count, deadline_s=deadline_s)
         older = min(before, await self.read_version())
-        length = len(generation.tokens)
-        return replace(generation, versions=(VersionSpan(older, 0, length),) if length else ())
+        return tuple(
+            replace(g, versions=(VersionSpan(older, 0, len(g.tokens)),) if g.tokens else ()) for g in generations
+        )
 
     async def _ready_at(self, version: int | None, deadline_s: float | None) -> None:
         if self.state is not EngineState.READY:

@@ -4,15 +4,20 @@ The wire format is vLLM's ``POST /inference/v1/generate``. Every field of the sa
 default of a server or of a model folder's ``generation_config.json`` decides how the policy is sampled.
 (End-of-sequence ids of the generation config still stop a generation, as they should.)
 
-The answer is checked before it is believed: one logprob a token, for that very token; finite (vLLM writes -9999.0 where
-a logprob was NaN or -inf); version spans that cover all tokens. A token whose weights are unknown cannot be trained on.
+Several samples of a prompt travel in one request (``n`` of vLLM), because a request costs many times what a sample in
+it costs. vLLM gives the i-th of them the seed ``seed + i``, so each is the sample that a request for it alone would
+make (``GenerateRequest.alone``), and a seed needs room above it.
+
+The answer is checked before it is believed: a choice for every sample; one logprob a token, for that very token; finite
+(vLLM writes -9999.0 where a logprob was NaN or -inf); version spans that cover all tokens. A token whose weights are
+unknown cannot be trained on.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vime_rollout.errors import EngineResponseError, RolloutError
@@ -71,7 +76,7 @@ class SamplingParams:
             if not ok:
                 raise RolloutError(f"sampling parameter {name}", seen=str(getattr(self, name)), expected=expected)
 
-    def to_wire(self, seed: int | None) -> dict[str, Any]:
+    def to_wire(self, seed: int | None, count: int = 1) -> dict[str, Any]:
         """Return vLLM's sampling parameters, all of them explicit."""
         return {
             "max_tokens": self.max_tokens,
@@ -84,7 +89,7 @@ class SamplingParams:
             "stop_token_ids": list(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,
             "seed": seed,
-            "n": 1,
+            "n": count,
             "logprobs": 0,  # the sampled token's own, and no others
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -96,13 +101,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One response asked for.
+    """What to answer, and how; asked for one response, or for several at a time.
 
     Args:
         tokens: The prompt, at least one token id.
         sampling: How to sample.
-        seed: Seed of this response; equal requests with equal seeds give equal tokens from equal weights.
-        request_id: Name in the engine's log.
+        seed: Seed of the response; equal requests with equal seeds give equal tokens from equal weights. Of several
+            responses the i-th has ``seed + i``.
+        request_id: Name in the engine's log, and to abort it by.
         session_id: Requests of one session reach one engine behind a router with sticky sessions.
     """
 
@@ -112,12 +118,21 @@ class GenerateRequest:
     request_id: str = ""
     session_id: str = ""
 
-    def to_wire(self) -> dict[str, Any]:
-        """Return the JSON body."""
-        body: dict[str, Any] = {"token_ids": list(self.tokens), "sampling_params": self.sampling.to_wire(self.seed)}
+    def to_wire(self, count: int = 1) -> dict[str, Any]:
+        """Return the JSON body.
+
+        Args:
+            count: Responses to ask for.
+        """
+        sampling = self.sampling.to_wire(self.seed, count)
+        body: dict[str, Any] = {"token_ids": list(self.tokens), "sampling_params": sampling}
         if self.request_id:
             body["request_id"] = self.request_id
         return body
+
+    def alone(self, index: int) -> GenerateRequest:
+        """Return the request that makes the i-th of several responses by itself."""
+        return self if self.seed is None else replace(self, seed=self.seed + index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +160,16 @@ class Generation:
     attempts: int = 1
 
 
-def parse_generation(body: Mapping[str, Any], *, engine: str, max_tokens: int, stamped: bool = True) -> Generation:
-    """Check an answer of ``/inference/v1/generate`` and return it.
+def parse_generations(
+    body: Mapping[str, Any], count: int, *, engine: str, max_tokens: int, stamped: bool = True
+) -> tuple[Generation, ...]:
+    """Check an answer of ``/inference/v1/generate`` and return its responses, in the order of their seeds.
 
     Args:
         body: The decoded JSON.
+        count: Responses asked for.
         engine: Name of the engine, for errors.
-        max_tokens: What was asked for.
+        max_tokens: Most tokens asked for.
         stamped: Whether the engine stamps tokens with versions and names them by integer ids (vLLM 0.32). Without, the
             versions are left empty, for the caller to fill in.
 
@@ -159,7 +177,17 @@ def parse_generation(body: Mapping[str, Any], *, engine: str, max_tokens: int, s
         EngineResponseError: When anything about it is not as the module's docstring says.
     """
     try:
-        (choice,) = body["choices"]
+        choices = {int(choice["index"]): choice for choice in body["choices"]}
+        complete = sorted(choices) == list(range(count)) and len(body["choices"]) == count
+    except (KeyError, TypeError, ValueError) as error:
+        raise _no_completion(body, engine, error) from error
+    if not complete:
+        _bad(engine, "number of choices", f"choices {sorted(choices)}", f"0 to {count - 1}, each once")
+    return tuple(_parse(choices[index], engine, max_tokens, stamped=stamped) for index in range(count))
+
+
+def _parse(choice: Mapping[str, Any], engine: str, max_tokens: int, *, stamped: bool) -> Generation:
+    try:
         tokens = tuple(int(t) for t in choice["token_ids"])
         entries = (choice["logprobs"] or {}).get("content") or []
         scored = tuple(int(e["token_id"]) if stamped else _id_of(e["token"]) for e in entries)
@@ -167,12 +195,7 @@ def parse_generation(body: Mapping[str, Any], *, engine: str, max_tokens: int, s
         spans = tuple(_span(s, engine) for s in choice["weight_versions"] or []) if stamped else ()
         reason = str(choice["finish_reason"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise EngineResponseError(
-            "engine answered something that is no completion",
-            where=f"engine {engine}",
-            seen=f"{type(error).__name__} {error} in {str(body)[:300]}",
-            expected="vLLM's generate response with logprobs and weight_versions",
-        ) from error
+        raise _no_completion(choice, engine, error) from error
     if reason not in _STATUS:
         _bad(engine, "finish reason", reason, " or ".join(_STATUS))
     if len(tokens) > max_tokens:
@@ -190,6 +213,15 @@ def parse_generation(body: Mapping[str, Any], *, engine: str, max_tokens: int, s
     if stamped:
         _check_cover(engine, spans, len(tokens))
     return Generation(tokens, logprobs, spans, _STATUS[reason], engine=engine)
+
+
+def _no_completion(answer: object, engine: str, error: Exception) -> EngineResponseError:
+    return EngineResponseError(
+        "engine answered something that is no completion",
+        where=f"engine {engine}",
+        seen=f"{type(error).__name__} {error} in {str(answer)[:300]}",
+        expected="vLLM's generate response with logprobs and weight_versions",
+    )
 
 
 def _id_of(token: str) -> int:

@@ -1,14 +1,15 @@
 """The vLLM releases that engines may be of, and what each does differently: decided once, from the release's number.
 
-===========  ===============================  =================================  =========================
-vLLM         generate routes                  versions of tokens                 state
-===========  ===============================  =================================  =========================
-0.32         with ``--enable-scale-out``      stamped on each by the engine      run: the tests here
-0.30, 0.31   with ``--enable-scale-out``      asked before and after             read in their sources
-0.28, 0.29   always there; no such option     asked before and after             run by hand on a CPU
-older        unknown                          no version label                   refused
-newer        as 0.32                          as 0.32                            taken, with a warning
-===========  ===============================  =================================  =========================
+===========  ===============================  =============================  ==============  ======================
+vLLM         generate routes                  versions of tokens             samples         state
+===========  ===============================  =============================  ==============  ======================
+0.32         with ``--enable-scale-out``      stamped on each by the engine  many a request  run: the tests here
+0.30, 0.31   with ``--enable-scale-out``      asked before and after         many a request  read in their sources
+0.29         always there; no such option     asked before and after         many a request  run by hand on a CPU
+0.28         always there; no such option     asked before and after         one a request   run by hand on a CPU
+older        unknown                          no version label               unknown         refused
+newer        as 0.32                          as 0.32                        as 0.32         taken, with a warning
+===========  ===============================  =============================  ==============  ======================
 
 Where tokens are not stamped, the engine's version is asked before and after each request. Versions only ever change by
 an update, so if both are equal all tokens are of that version. If they differ, a request that asked for a version
@@ -53,11 +54,14 @@ class Dialect:
         release: Its number.
         scale_out_option: Whether the generate routes have to be asked for with ``--enable-scale-out``.
         stamps_tokens: Whether answers say which weights sampled each token, and name tokens by integer ids.
+        many_samples: Whether a request for several samples is answered with all of them; 0.28 collects none and
+            answers with whichever ended last.
     """
 
     release: str
     scale_out_option: bool = True
     stamps_tokens: bool = True
+    many_samples: bool = True
 
 
 NEWEST_DIALECT = Dialect(".".join(map(str, NEWEST)))
@@ -93,7 +97,8 @@ def dialect_of(release: str, *, where: str) -> Dialect:
             where,
             release,
         )
-    return Dialect(release, scale_out_option=number >= (0, 30), stamps_tokens=stamps)
+    many = number >= (0, 29)
+    return Dialect(release, scale_out_option=number >= (0, 30), stamps_tokens=stamps, many_samples=many)
 
 
 def installed_release(python: str, environment: Mapping[str, str] | None = None) -> str:

@@ -27,6 +27,7 @@ from vime_rollout.errors import EngineError, EngineTimeoutError, RolloutError, S
 from vime_rollout.filters import GroupFilter, differing_rewards, reason_to_drop
 from vime_rollout.rollout import Rollout
 from vime_rollout.sample import Prompt, SampleGroup
+from vime_rollout.together import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class _Run:
         self._rollout = rollout
         self._keep = keep
         self._version = version
-        self._slots = asyncio.Semaphore(rollout.config.concurrency)
+        self._slots = Slots(rollout.config.concurrency)
 
     def begin(self, prompts: list[Prompt]) -> None:
         for prompt in prompts:

@@ -255,7 +255,7 @@ class RoutedEngines:
 
     @property
     def in_flight(self) -> int:
-        """Requests of this client that wait or run."""
+        """Samples of this client that wait or run."""
         return self.router.client.in_flight
 
     @property
@@ -266,10 +266,18 @@ class RoutedEngines:
     async def generate(
         self, request: GenerateRequest, *, version: int | None = None, deadline_s: float | None = None
     ) -> Generation:
-        """Generate one response on the engine that the router chooses.
+        """Generate one response on the engine that the router chooses; see ``generate_many``."""
+        (generation,) = await self.generate_many(request, 1, version=version, deadline_s=deadline_s)
+        return generation
+
+    async def generate_many(
+        self, request: GenerateRequest, count: int, *, version: int | None = None, deadline_s: float | None = None
+    ) -> tuple[Generation, ...]:
+        """Generate several responses on the engine that the router chooses.
 
         Args:
             request: What to generate; requests of one ``session_id`` go to one engine.
+            count: How many; the i-th is what ``request.alone(i)`` makes.
             version: Weights that every token must come from.
             deadline_s: Seconds for one try.
 
@@ -282,7 +290,7 @@ class RoutedEngines:
         while True:
             await self._until_one_is_left()
             try:
-                generation = await self.router.client.generate(request, deadline_s=deadline_s)
+                generations = await self.router.client.generate_many(request, count, deadline_s=deadline_s)
             except EngineBusyError as error:
                 await self.router.health()  # a dead router is told as such
                 losses += 1
@@ -291,16 +299,16 @@ class RoutedEngines:
                     raise
                 error.add_note("tried again")
                 continue
-            wrong = {span.version for span in generation.versions} - {version}
-            if version is not None and wrong:
+            found = {span.version for generation in generations for span in generation.versions}
+            if version is not None and found - {version}:
                 raise VersionMismatchError(
                     "tokens come from other weights than asked for",
                     where=f"an engine behind {self.router.url}",
-                    seen=str(generation.versions),
+                    seen=f"versions {sorted(found)}",
                     expected=f"version {version} only",
                     fix="commit the weights to every engine before generating",
                 )
-            return generation
+            return generations
 
     async def _until_one_is_left(self) -> None:
         deadline = time.monotonic() + self._return_deadline_s
