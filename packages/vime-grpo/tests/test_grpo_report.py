@@ -16,6 +16,7 @@ from vime_grpo.errors import LaunchError, ReportError
 from vime_grpo.report import read_run, write_report
 from vime_grpo.report.charts import MAX_POINTS, draw_charts, running_mean, series
 from vime_grpo.samples import SampleRecord, SamplesWriter
+from vime_grpo.timeline import TimelineWriter
 from vime_grpo.tracking import MetricsWriter
 
 STEPS = 50
@@ -142,6 +143,35 @@ def test_charts_are_whole_and_their_identities_unique(html: str, page: Page) -> 
     assert references <= set(identities)
     labels = page.texts["text"]
     assert {"rollout/raw_reward", "memory/rollout/<engine>_$gib", "perf/train_time", "150"} <= set(labels)
+
+
+def test_the_timeline_shows_lanes_steps_and_the_resume(tmp_path: Path, page: Page) -> None:
+    assert "Timeline" not in page.texts["h2"], "a run of before there were timelines"
+    for session, steps in enumerate([range(1, 3), range(3, 5)]):
+        resume = None if session == 0 else 2
+        with (
+            MetricsWriter(tmp_path / "run" / "metrics.jsonl", resume_step=resume) as writer,
+            TimelineWriter(tmp_path / "run" / "phases.jsonl", resume_step=resume) as timeline,
+        ):
+            for step in steps:
+                begin = 1000.0 * session + 10 * step
+                timeline.add(step, "rollout", "generate", begin, begin + 10)
+                timeline.add(step, "trainer", "wait_for_rollout", begin, begin + 2)
+                timeline.add(step, "trainer", "<train>", begin + 2, begin + 8)
+                timeline.add(step, "<sync>", "update_weights", begin + 8, begin + 9)
+                timeline.write()
+                writer.write(step, {"rollout/raw_reward": 0.5, "perf/step_time": 10.0})
+    text = write_report(tmp_path / "run").read_text()
+    drawn = Page(text)
+    assert drawn.texts["h2"][0] == "Timeline"
+    assert drawn.texts["h3"][0] == "Timeline"
+    (drawing,) = re.findall(r'<svg[^>]*aria-label="Timeline".*?</svg>', text, flags=re.DOTALL)
+    words = [element.text for element in ET.fromstring(drawing).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"rollout", "trainer", "<sync>", "generate", "<train>", "wait_for_rollout", "resumed"} <= set(words)
+    for step in "1234":
+        assert words.count(step) == 2, "on the bars of training and sync; what goes on has no number"
+    assert "40" in words, "four steps of ten seconds, without the time between the sessions"
+    assert "1000" not in words
 
 
 def test_the_summary_compares_the_beginning_with_the_end(page: Page) -> None:

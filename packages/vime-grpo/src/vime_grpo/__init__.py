@@ -23,6 +23,7 @@ from vime_grpo.evaluation import evaluation_metrics, pass_at_k
 from vime_grpo.guards import Alarm, Guards, finite_metrics
 from vime_grpo.samples import SampleRecord, SamplesWriter, extremes, read_samples
 from vime_grpo.step_file import StepFile, read_steps
+from vime_grpo.timeline import Span, TimelineWriter, read_timeline
 from vime_grpo.trackers import Tracker, open_trackers
 from vime_grpo.tracking import MetricsWriter, read_metrics
 
@@ -75,7 +76,9 @@ __all__ = [
     "SampleLike",
     "SampleRecord",
     "SamplesWriter",
+    "Span",
     "StepFile",
+    "TimelineWriter",
     "Tracker",
     "TrackerError",
     "TrainSample",
@@ -94,6 +97,7 @@ __all__ = [
     "read_metrics",
     "read_samples",
     "read_steps",
+    "read_timeline",
     "save_config",
     "split_updates",
     "train_metrics",

@@ -26,7 +26,9 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A
 #: Horizontal axis of charts over time.
 HOURS = "hours in steps"
 #: Times that lie within others, or are their sum.
-_NOT_PHASES = {"perf/step_time", "perf/actor_train_time", "perf/generation_idle_time"}
+_NOT_PHASES = {"perf/step_time", "perf/actor_train_time", "perf/log_probs_time", "perf/generation_idle_time"}
+#: Text stays text: it can be searched and read aloud, and needs no font in the file. `$` in a name is no formula.
+SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "vime", "text.parse_math": False, "font.size": 8}
 
 
 @dataclass(frozen=True)
@@ -202,9 +204,7 @@ def draw_charts(rows: Rows, others: Sequence[tuple[str, Rows]] = ()) -> list[tup
     from matplotlib.figure import Figure
 
     drawn: list[tuple[str, str]] = []
-    # Text stays text: it can be searched and read aloud, and needs no font in the file. `$` in a name is no formula.
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "vime", "text.parse_math": False, "font.size": 8}
-    with mpl.rc_context(settings):
+    with mpl.rc_context(SETTINGS):
         for chart in CHARTS:
             names = [name for name in chart.names(rows) if any(math.isfinite(row.get(name, math.nan)) for row in rows)]
             if not names or (chart.draw is _stacked and set(names) <= _NOT_PHASES):
@@ -217,7 +217,7 @@ def draw_charts(rows: Rows, others: Sequence[tuple[str, Rows]] = ()) -> list[tup
             if chart.log and any(row.get(name, 0.0) > 0 for row in rows for name in names):
                 axes.set_yscale("log")
             _dress(axes, chart)
-            drawn.append((chart.title, _svg(figure, f"c{len(drawn)}", chart.title)))
+            drawn.append((chart.title, svg_element(figure, f"c{len(drawn)}", chart.title)))
     return drawn
 
 
@@ -232,8 +232,14 @@ def _dress(axes: Any, chart: Chart) -> None:
         axes.figure.legend(fontsize=7, frameon=False, loc="outside upper left", ncols=2)
 
 
-def _svg(figure: Any, prefix: str, title: str) -> str:
-    """Return a figure as an element for HTML: without the XML head, its identities made unique by a prefix."""
+def svg_element(figure: Any, prefix: str, title: str) -> str:
+    """Return a figure as an element for HTML: without the XML head, its identities made unique by a prefix.
+
+    Args:
+        figure: A matplotlib ``Figure``.
+        prefix: Goes before every identity.
+        title: What the drawing shows, for those who hear the page.
+    """
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)

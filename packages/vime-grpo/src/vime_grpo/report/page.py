@@ -58,7 +58,9 @@ def render(run: RecordedRun, others: Sequence[RecordedRun] = ()) -> str:
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
         from vime_grpo.report.charts import MAX_POINTS, draw_charts
+        from vime_grpo.report.gantt import draw_timeline
 
+        timeline = draw_timeline(run.timeline)
         charts = draw_charts(run.metrics, [(other.name, other.metrics) for other in others])
     except ImportError as error:
         raise LaunchError(
@@ -76,6 +78,7 @@ def render(run: RecordedRun, others: Sequence[RecordedRun] = ()) -> str:
         run=run,
         others=others,
         charts=charts,
+        timeline=timeline,
         summary=summary(run, edge),
         edge=edge,
         hours=sum(row.get("perf/step_time", 0.0) for row in run.metrics) / 3600,

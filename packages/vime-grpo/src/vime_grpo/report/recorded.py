@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vime_grpo.errors import ReportError
 from vime_grpo.samples import SampleRecord, read_samples
+from vime_grpo.timeline import Span, read_timeline
 from vime_grpo.tracking import read_metrics
 
 
@@ -19,12 +20,14 @@ class RecordedRun:
         name: Name of its folder.
         metrics: Metrics of each step, in order; at least one.
         samples: Step and sample, in order; empty where none were kept.
+        timeline: When each phase began and ended; empty in runs of before there was one.
         config: Text of the resolved configuration, or empty.
     """
 
     name: str
     metrics: Sequence[dict[str, float]]
     samples: Sequence[tuple[int, SampleRecord]]
+    timeline: Sequence[Span]
     config: str
 
     def extremes(self, keep: int) -> tuple[list[tuple[int, SampleRecord]], list[tuple[int, SampleRecord]]]:
@@ -52,7 +55,8 @@ def read_run(folder: str | Path) -> RecordedRun:
     """Read a run folder.
 
     Args:
-        folder: The folder; ``metrics.jsonl`` must be there, ``samples.jsonl`` and ``config.toml`` may.
+        folder: The folder; ``metrics.jsonl`` must be there; ``samples.jsonl``, ``phases.jsonl`` and ``config.toml``
+            may be.
 
     Raises:
         ReportError: It is no run folder, or no step is finished yet.
@@ -60,6 +64,7 @@ def read_run(folder: str | Path) -> RecordedRun:
     """
     root = Path(folder).absolute()
     metrics, samples, config = root / "metrics.jsonl", root / "samples.jsonl", root / "config.toml"
+    phases = root / "phases.jsonl"
     if not metrics.is_file():
         raise ReportError(
             "not a run folder",
@@ -74,5 +79,6 @@ def read_run(folder: str | Path) -> RecordedRun:
         name=root.name,
         metrics=rows,
         samples=read_samples(samples) if samples.is_file() else (),
+        timeline=read_timeline(phases) if phases.is_file() else (),
         config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
     )
