@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from integration_support import Launch, config_file, rows
+from vime_grpo import read_timeline
 from vime_integration.ledger import read_ledger
 
 STEPS = 6
@@ -47,9 +48,16 @@ def test_killed_twice_it_learns_and_every_prompt_is_trained_on_once(launch, tmp_
     gain = log[-1]["rollout/raw_reward"] - log[0]["rollout/raw_reward"]
     assert gain > 0.05, f"six steps raise the reward, seen {gain:+.3f}"
 
+    spans = read_timeline(tmp_path / "run/phases.jsonl")
+    trained = {span.step: span for span in spans if span.phase == "train"}
+    assert list(trained) == list(range(1, STEPS + 1)), "each step once, whatever was killed"
+    assert {span.session for span in trained.values()} == {0, 1}
+    generated = [span for span in spans if span.phase == "generate"]
+    assert any(a.begin < b.end and b.begin < a.end for a in trained.values() for b in generated), "at the same time"
+
     ledger = read_ledger(tmp_path / "run/prompts.jsonl")
     assert [entry["step"] for entry in ledger] == list(range(1, STEPS + 1))
-    trained = Counter(position for entry in ledger for position in entry["trained"])
-    assert trained == Counter(range(32 * STEPS)), "every prompt exactly once, in the order of the data"
+    positions = Counter(position for entry in ledger for position in entry["trained"])
+    assert positions == Counter(range(32 * STEPS)), "every prompt exactly once, in the order of the data"
     replayed = [why for entry in ledger for _, why in entry["replayed"]]
     assert set(replayed) <= {"in flight when the run ended"}

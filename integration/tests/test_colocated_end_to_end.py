@@ -7,12 +7,13 @@ and is resumed; what it logs after that is compared with the reference, number b
 from __future__ import annotations
 
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from integration_support import POLICY, Launch, config_file, orphaned_memory, rows
 from safetensors.torch import load_file
-from vime_grpo import read_samples
+from vime_grpo import read_samples, read_timeline
 from vime_integration.ledger import read_ledger
 from vime_rollout import Encoder
 
@@ -21,6 +22,7 @@ SAVE_EVERY = 2
 START_S = 240.0
 STEP_S = 60.0
 GONE_S = 45.0
+CLOCK_S = 1e-3  # times are rounded to a tenth of a millisecond
 
 # Wall times and memory differ from run to run; everything else may not. The engine's logprobs depend in their last bits
 # on which requests happened to share a batch; they are only compared with, so rewards, losses and gradients do not.
@@ -76,6 +78,11 @@ def test_a_run_learns_agrees_and_leaves_what_it_promises(reference: Path) -> Non
         list(range(32 * step, 32 * (step + 1))) for step in range(STEPS)
     ]
     assert {record.rank for _, record in read_samples(reference / "samples.jsonl")} == {"best", "worst"}
+    for step in range(1, STEPS + 1):
+        spans = {span.phase: span for span in read_timeline(reference / "phases.jsonl") if span.step == step}
+        order = [spans[phase] for phase in ("rollout", "logprobs", "train", "stage", "update_weights")]
+        assert all(a.end <= b.begin + CLOCK_S for a, b in pairwise(order)), "one after the other, by one clock"
+        assert ("save" in spans) == (step % SAVE_EVERY == 0)
     assert (reference / "reward.png").stat().st_size > 1000
     assert Encoder(reference / "model").eos_token_id is not None
     trained, initial = load_file(reference / "model/model.safetensors"), load_file(POLICY / "model.safetensors")

@@ -20,6 +20,7 @@ from vime_grpo import (
     MetricsWriter,
     RunConfig,
     SamplesWriter,
+    TimelineWriter,
     Tracker,
     make_display,
     open_trackers,
@@ -105,9 +106,10 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
         MetricsWriter(folder.metrics, resume_step=after) as writer,
         Ledger(folder.prompts, resume_step=after) as ledger,
         SamplesWriter(folder.samples, resume_step=after) as samples,
+        TimelineWriter(folder.phases, resume_step=after) as timeline,
         _trackers(config, folder, after) as trackers,
     ):
-        recorder = RunRecorder(writer, ledger, samples, trackers, display)
+        recorder = RunRecorder(writer, ledger, samples, timeline, trackers, display)
         if moved is not None:
             display.note(f"moved the earlier run to {moved}")
         display.note(f"run folder {folder.root}")

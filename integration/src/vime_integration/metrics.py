@@ -22,17 +22,20 @@ def step_metrics(reports: Sequence[TrainReport], sync: SyncReport) -> dict[str, 
         sync: What the weight update did.
 
     Returns:
-        ``train/*`` averaged over the rollout's updates, ``perf/actor_train_*``, ``sync/*`` and the largest resident
-        memory of a trainer rank, ``perf/trainer_peak_rss_gib``.
+        ``train/*`` averaged over the rollout's updates, ``perf/log_probs_time`` (making sequences and, besides the
+        loss's own, log-probabilities), ``perf/actor_train_*``, ``sync/*`` and the largest resident memory of a trainer
+        rank, ``perf/trainer_peak_rss_gib``.
     """
     updates = reports[0].updates
     seconds = sum(update.seconds for update in updates)
+    prepared = sum(end - begin for _, phase, begin, end in reports[0].spans if phase == "logprobs")
     each = [train_metrics(u.metrics, loss=u.loss, grad_norm=u.grad_norm, lr=u.lr) for u in updates]
     trained = mean_metrics(each)
     # Later updates start from weights that have moved, which is no disagreement with the engine.
     trained[DIFFERENCE] = each[0][DIFFERENCE]
     return settle_on_policy(trained) | {
         "train/step": float(updates[-1].step),
+        "perf/log_probs_time": prepared,
         "perf/actor_train_time": seconds,
         "perf/actor_train_tok_per_s": sum(update.tokens for update in updates) / seconds,
         "perf/trainer_peak_rss_gib": max(report.peak_rss_gib for report in reports),

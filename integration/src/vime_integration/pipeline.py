@@ -47,6 +47,10 @@ class Recorder(Protocol):
         """Keep and show one finished step."""
         ...
 
+    def span(self, step: int, lane: str, phase: str, begin: float, end: float) -> None:
+        """Keep when a phase was, by ``time.monotonic``."""
+        ...
+
     def note(self, text: str) -> None:
         """Show one line."""
         ...
@@ -116,7 +120,7 @@ class Pipeline(ABC):
         if self._step == 0 and self._config.evaluation.at_start:
             self._show_evaluation(self._evaluate())
         while self._step < last and not self._stopping():
-            self._finish_step(*self._one_step(Phases(self._step + 1, self._show)))
+            self._finish_step(*self._one_step(Phases(self._step + 1, self._show, self._recorder.span)))
             if every and self._step % every == 0:
                 self._save()
         if self._saved_at != self._step:
@@ -157,6 +161,8 @@ class Pipeline(ABC):
                     "train", rollout.batch, self.version + 1, doing="train"
                 )
             self._step += 1
+            for span in reports[0].spans:
+                self._recorder.span(self._step, *span)
             before_commit()
             with phases.phase("update_weights"):
                 block.close()
@@ -173,7 +179,9 @@ class Pipeline(ABC):
         metrics: dict[str, float] = self._fleet.ask_rollout(
             "evaluate", self.version, doing="evaluate", deadline_s=self._config.trainer.step_deadline_s
         )
-        return metrics | {"perf/eval_time": time.monotonic() - began}
+        ended = time.monotonic()
+        self._recorder.span(self._step, "eval", "evaluate", began, ended)
+        return metrics | {"perf/eval_time": ended - began}
 
     def _show_evaluation(self, metrics: dict[str, float]) -> None:
         self._recorder.note("before training: " + ", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
@@ -196,7 +204,9 @@ class Pipeline(ABC):
         logger.info("step %d: save", self._step)
         bundle = self._bundles.write(self._step, state, fill)
         self._saved_at = self._step
-        logger.info("saved %s in %.2f s", bundle.path, time.monotonic() - began)
+        ended = time.monotonic()
+        self._recorder.span(self._step, "save", "save", began, ended)
+        logger.info("saved %s in %.2f s", bundle.path, ended - began)
 
     def _restore(self, bundle: Bundle) -> None:
         self._step = self._saved_at = bundle.step

@@ -23,6 +23,7 @@ from vime_rollout import DataBuffer, GroupFilter, Prompt, SampleGroup, Slots
 from vime_integration.admission import admissible
 from vime_integration.errors import PipelineError
 from vime_integration.ledger import LedgerEntry
+from vime_integration.worktime import Worked, WorkTime
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +63,14 @@ class Taken:
         groups: In the order of their prompts.
         ledger: What became of prompts since the last batch.
         waited_s: Seconds that training waited for generation.
-        idle_s: Seconds since the last batch in which generation had nothing in flight: it waited for training.
+        worked: When generation worked since the last batch, and when this one was made.
         metrics: ``queue/*``: groups ready and in flight after this batch was taken, and counts since the run's start.
     """
 
     groups: list[SampleGroup]
     ledger: LedgerEntry
     waited_s: float
-    idle_s: float
+    worked: Worked
     metrics: dict[str, float]
 
 
@@ -110,8 +111,7 @@ class Producer:
         self._versions: tuple[int, int] | None = None  # the next batch's, and the engines'
         self._entry = LedgerEntry()
         self._barren = self._filtered = 0
-        self._idle_since: float | None = None
-        self._idle_s = 0.0
+        self._times = WorkTime()
 
     def start(self, version: int) -> None:
         """Begin to generate, with engines that serve ``version``, for a trainer that holds the same."""
@@ -150,8 +150,8 @@ class Producer:
         _, engines = self._running()
         self._versions = (version + 1, engines)
         self._fill()
-        idle, self._idle_s = self._idle_until_now(), 0.0
-        return Taken(groups, entry, time.monotonic() - began, idle, self._metrics(version))
+        worked = self._times.taken(group.prompt.group_id for group in groups)
+        return Taken(groups, entry, time.monotonic() - began, worked, self._metrics(version))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data and every prompt that is on its way, as JSON values."""
@@ -189,7 +189,9 @@ class Producer:
         if self._failed is not None:
             raise self._failed
         expired = self._entry.replayed if self._on_expired == "refresh" else self._entry.dropped
-        expired += [(prompt.position, f"too old for version {version}") for prompt in self._buffer.expire(version)]
+        for prompt in self._buffer.expire(version):
+            self._times.forget(prompt.group_id)
+            expired.append((prompt.position, f"too old for version {version}"))
         self._fill()
         return self._buffer.ready(self._batch)
 
@@ -211,8 +213,9 @@ class Producer:
         for prompt in prompts:
             task = asyncio.create_task(self._generator.group(prompt, slots=self._slots), name=prompt.group_id)
             self._tasks[task] = prompt
+            self._times.begin(prompt.group_id)
             task.add_done_callback(self._done)
-        self._note_idleness()
+        self._times.working(bool(self._tasks))
 
     def _done(self, task: asyncio.Task[SampleGroup]) -> None:
         prompt = self._tasks.pop(task)
@@ -230,8 +233,10 @@ class Producer:
         reason = self._keep(group)
         if not reason:
             self._buffer.admit(group)
+            self._times.done(prompt.group_id)
             self._barren = 0
             return
+        self._times.forget(prompt.group_id)
         self._buffer.abandon(prompt.group_id)
         self._entry.dropped.append((prompt.position, reason))
         self._filtered += 1
@@ -249,20 +254,6 @@ class Producer:
         if self._versions is None:
             raise PipelineError("generation was not started", fix="call start() first")
         return self._versions
-
-    def _note_idleness(self) -> None:
-        if self._tasks:
-            self._idle_s = self._idle_until_now()
-            self._idle_since = None
-        elif self._idle_since is None:
-            self._idle_since = time.monotonic()
-
-    def _idle_until_now(self) -> float:
-        if self._idle_since is None:
-            return self._idle_s
-        now = time.monotonic()
-        total, self._idle_since = self._idle_s + now - self._idle_since, now
-        return total
 
     def _metrics(self, version: int) -> dict[str, float]:
         counts = self._buffer.counts

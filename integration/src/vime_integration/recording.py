@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vime_grpo import Display, MetricsWriter, SamplesWriter, Tracker
+from vime_grpo import Display, MetricsWriter, SamplesWriter, TimelineWriter, Tracker
 
 from vime_integration.actors.rollout import RolloutReport
 from vime_integration.ledger import Ledger
@@ -21,6 +21,7 @@ class RunRecorder:
         writer: The metrics file.
         ledger: The ledger of prompts.
         samples: The samples worth reading.
+        timeline: When each phase was.
         trackers: Where metrics are shown besides.
         display: The screen.
     """
@@ -30,6 +31,7 @@ class RunRecorder:
         writer: MetricsWriter,
         ledger: Ledger,
         samples: SamplesWriter,
+        timeline: TimelineWriter,
         trackers: Sequence[Tracker],
         display: Display,
     ) -> None:
@@ -37,6 +39,7 @@ class RunRecorder:
         self._writer = writer
         self._ledger = ledger
         self._samples = samples
+        self._timeline = timeline
         self._trackers = trackers
         self._display = display
 
@@ -46,9 +49,16 @@ class RunRecorder:
         self._ledger.write(step, rollout.ledger)
         if rollout.samples:
             self._samples.write(step, rollout.samples)
+        for lane, phase, begin, end in rollout.spans:
+            self._timeline.add(step, lane, phase, begin, end)
+        self._timeline.write()
         for tracker in self._trackers:
             tracker.log(step, metrics)
         self._display.step(step, metrics)
+
+    def span(self, step: int, lane: str, phase: str, begin: float, end: float) -> None:
+        """Keep when a phase was; it is written with the next finished step, or at the run's end."""
+        self._timeline.add(step, lane, phase, begin, end)
 
     def note(self, text: str) -> None:
         """Show one line."""

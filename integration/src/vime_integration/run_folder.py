@@ -7,6 +7,7 @@
         metrics.jsonl     one object a step
         prompts.jsonl     what became of every prompt, one object a step
         samples.jsonl     the best and the worst samples of each step
+        phases.jsonl      when each phase of each step began and ended
         reward.png        reward against step
         manifest.json     where the trainer's weights lie, for engines that run on them
         weights/          the newest versions of the weights, where sync.transport = "disk"
@@ -45,6 +46,7 @@ class RunFolder:
         self.weights = root / "weights"
         self.prompts = root / "prompts.jsonl"
         self.samples = root / "samples.jsonl"
+        self.phases = root / "phases.jsonl"
         self.plot = root / "reward.png"
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"

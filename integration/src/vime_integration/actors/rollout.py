@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class RolloutReport:
         why_zero: The most frequent reasons of a reward of 0, with their counts.
         samples: The best and the worst samples as text, for a person to read.
         ledger: What became of prompts since the last rollout.
+        spans: For the timeline: lane, phase, begin and end by ``time.monotonic``, where the driver cannot tell.
     """
 
     batch: Any
@@ -73,6 +74,7 @@ class RolloutReport:
     why_zero: list[tuple[str, int]]
     samples: list[SampleRecord]
     ledger: LedgerEntry
+    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
 
 
 class RolloutActor:

@@ -74,8 +74,11 @@ class StreamingRolloutActor(RolloutActor):
         for name in [name for name in report.metrics if name.startswith("perf/")]:
             del report.metrics[name]
         report.metrics.update(taken.metrics | lag_metrics(samples, version))
+        report.spans.extend(("rollout", "generate", *busy) for busy in taken.worked.busy)
+        if taken.worked.made is not None:
+            report.spans.append(("batch", "batch", *taken.worked.made))
         report.metrics["perf/wait_for_rollout_time"] = taken.waited_s
-        report.metrics["perf/generation_idle_time"] = taken.idle_s
+        report.metrics["perf/generation_idle_time"] = taken.worked.idle_s
         return report
 
     async def state_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from vime_grpo import PolicyLoss, RunConfig
-from vime_megatron import MegatronTrainer, OptimizerSettings, StepMetrics, TrainerConfig
+from vime_megatron import MegatronTrainer, OptimizerSettings, StepMetrics, TrainerConfig, TrainSequence
 from vime_sync import Publisher, WeightSource, release_shared
 
 from vime_integration.batches import RolloutBatch, sequences_of
@@ -45,11 +46,14 @@ class TrainReport:
         updates: Metrics of each optimiser step, in order.
         peak_rss_gib: Largest resident memory of this process so far, GiB.
         memory: This rank's memory by phase, GiB, as `MegatronTrainer.memory` names it.
+        spans: For the timeline, lane, phase, begin and end by ``time.monotonic``: log-probabilities, where any were
+            computed beside the loss's own, optimiser steps, and what made their weights readable.
     """
 
     updates: tuple[StepMetrics, ...]
     peak_rss_gib: float
     memory: dict[str, float]
+    spans: tuple[tuple[str, str, float, float], ...]
 
 
 def trainer_config(config: RunConfig) -> TrainerConfig:
@@ -164,26 +168,37 @@ class TrainerActor:
             GradientError: A loss or gradient is not finite; weights and optimiser are as before that update.
         """
         assert self._publisher is not None
+        algorithm, reuse = self._config.algorithm, len(batch.updates) == 1
+        loss = WithOnPolicyDifference(PolicyLoss.from_config(algorithm, reuse_current=reuse))
         with self._publisher.writing(version):
-            updates = self._updates(batch)
+            began = time.monotonic()
+            prepared = self._prepared(batch, recompute=not reuse and algorithm.old_logprobs == "recompute")
+            trains = time.monotonic()
+            updates = tuple(self._ready().step(sequences, loss) for sequences in prepared)
+            stages = time.monotonic()
+        ended = time.monotonic()
+        spans = (
+            ("trainer", "logprobs", began, trains),
+            ("trainer", "train", trains, stages),
+            ("sync", "stage", stages, ended),
+        )
         memory = self._ready().memory()
-        return TrainReport(updates, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, memory)
+        return TrainReport(updates, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, memory, spans)
 
-    def _updates(self, batch: RolloutBatch) -> tuple[StepMetrics, ...]:
-        trainer, algorithm = self._ready(), self._config.algorithm
-        reuse = len(batch.updates) == 1
+    def _prepared(self, batch: RolloutBatch, *, recompute: bool) -> list[list[TrainSequence]]:
+        """Return the sequences of each update, with the log-probabilities that the loss needs besides its own."""
+        trainer = self._ready()
         prepared = []
         for rows in batch.updates:
             more: dict[str, Mapping[int, Tensor]] = {}
             plain = sequences_of(rows)
-            if not reuse and algorithm.old_logprobs == "recompute":
+            if recompute:
                 more["old_logprob"] = trainer.logprobs(plain)
             if self._reference:
                 with self._reference_weights():
                     more["ref_logprob"] = trainer.logprobs(plain)
             prepared.append(sequences_of(rows, **more))
-        loss = WithOnPolicyDifference(PolicyLoss.from_config(algorithm, reuse_current=reuse))
-        return tuple(trainer.step(sequences, loss) for sequences in prepared)
+        return prepared
 
     def make_room(self) -> dict[str, Any]:
         """Give device memory to the engines: drop gradients, move the optimiser's state to the host.
