@@ -142,6 +142,9 @@ def test_charts_are_whole_and_their_identities_unique(html: str, page: Page) -> 
     references = set(re.findall(r'(?:href="#|url\(#)([^")]+)', html))
     assert references <= set(identities)
     labels = page.texts["text"]
+    assert "minutes in steps" in labels
+    assert {"0.001", "0.0001"} <= set(labels), "of the logarithmic axis"
+    assert not [label for label in labels if "\\" in label], "nothing is written as a formula"
     assert {"rollout/raw_reward", "memory/rollout/<engine>_$gib", "perf/train_time", "150"} <= set(labels)
 
 
@@ -178,7 +181,7 @@ def test_the_summary_compares_the_beginning_with_the_end(page: Page) -> None:
     cells = page.texts["td"]
     row = cells[cells.index("reward") :][:5]
     assert row == ["reward", "0.040", "0.980", "0.020", "1.000"]
-    assert "50 steps, 1 to 50; 0.05 hours in steps." in " ".join(page.texts["p"][0].split())
+    assert "50 steps, 1 to 50; 2.9 minutes in steps." in " ".join(page.texts["p"][0].split())
 
 
 def test_another_run_is_drawn_beside_by_its_name(run_folder: Path, tmp_path: Path) -> None:
@@ -191,7 +194,8 @@ def test_another_run_is_drawn_beside_by_its_name(run_folder: Path, tmp_path: Pat
     assert page.texts["text"].count("<b>demo & co: rollout/raw_reward") == 2  # over steps and over time
     assert "<b>demo & co: train/entropy_loss" not in page.texts["text"]
     assert any(text == "Dashed: <b>demo & co (50 steps)." for text in page.texts["p"])
-    assert {"2", "4", "6"} <= set(page.texts["text"]), "hours"
+    assert {"2", "4", "6"} <= set(page.texts["text"])
+    assert "hours in steps" in page.texts["text"]
 
 
 def test_a_run_of_one_step_without_samples_or_configuration(tmp_path: Path) -> None:
@@ -210,6 +214,15 @@ def test_long_runs_are_thinned_to_means_of_steps() -> None:
     assert steps[:2] == values[:2] == [1.5, 3.5]
     assert series([{"step": 1.0, "x": float("nan")}, {"step": 2.0, "x": 3.0}], "x") == ([2.0], [3.0])
     assert running_mean([1.0, 2.0, 6.0], 2) == [1.5, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(("values", "shown"), [((3.2e-7, 5.5e-7), {"4e-07", "5e-07"}), ((1e-6, 0.5), {"1e-05", "0.1"})])
+def test_a_logarithmic_axis_has_numbers_whatever_it_spans(values: tuple[float, float], shown: set[str]) -> None:
+    name = "train/train_rollout_logprob_abs_diff"
+    rows = [{"step": float(step), name: value} for step, value in enumerate(values, start=1)]
+    ((_, drawing),) = draw_charts(rows)
+    words = {element.text for element in ET.fromstring(drawing).iter("{http://www.w3.org/2000/svg}text")}
+    assert shown <= words
 
 
 def test_drawing_leaves_no_setting_behind_and_is_repeatable() -> None:

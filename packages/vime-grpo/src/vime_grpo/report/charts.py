@@ -23,8 +23,9 @@ MAX_POINTS = 600
 SMOOTH_FROM = 40
 #: Colours that people with any colour vision can tell apart (M. Okabe and K. Ito, 2008).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5C00", "#555555")
-#: Horizontal axis of charts over time.
-HOURS = "hours in steps"
+#: Horizontal axis of charts over time; which unit, the length of the run decides.
+TIME = "time"
+UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 #: Times that lie within others, or are their sum.
 _NOT_PHASES = {"perf/step_time", "perf/actor_train_time", "perf/log_probs_time", "perf/generation_idle_time"}
 #: Text stays text: it can be searched and read aloud, and needs no font in the file. `$` in a name is no formula.
@@ -40,7 +41,7 @@ class Chart:
         unit: What the vertical axis counts.
         metrics: Patterns of whole names of metrics, in the order in which they are drawn.
         draw: Draws the metrics that the run has on a matplotlib ``Axes``.
-        across: What the horizontal axis counts: steps, or `HOURS` of them.
+        across: What the horizontal axis counts: steps, or the `TIME` in them.
         compared: Whether other runs are drawn beside it.
         log: Logarithmic vertical axis.
     """
@@ -101,18 +102,24 @@ def _lines(axes: Any, rows: Rows, names: Sequence[str]) -> None:
             axes.plot(steps, running_mean(values, len(values) // 20), color=color, linewidth=1.6, label=name)
 
 
-def _over_hours(rows: Rows) -> Rows:
-    """Return rows whose step is the time at its end, in hours since the run began; pauses do not count."""
-    ends = itertools.accumulate(row.get("perf/step_time", 0.0) / 3600 for row in rows)
-    return [{**row, "step": hours} for row, hours in zip(rows, ends, strict=True)]
+def time_unit(rows: Rows) -> tuple[str, float]:
+    """Return the unit to tell a run's time in, and its seconds: the largest that the run has two of."""
+    seconds = sum(row.get("perf/step_time", 0.0) for row in rows)
+    return next((unit for unit in UNITS if seconds >= 2 * unit[1]), UNITS[-1])
 
 
-def _beside(axes: Any, chart: Chart, others: Sequence[tuple[str, Rows]]) -> None:
+def _over_time(rows: Rows, unit_s: float) -> Rows:
+    """Return rows whose step is the time at its end, in units since the run began; pauses do not count."""
+    ends = itertools.accumulate(row.get("perf/step_time", 0.0) / unit_s for row in rows)
+    return [{**row, "step": end} for row, end in zip(rows, ends, strict=True)]
+
+
+def _beside(axes: Any, chart: Chart, others: Sequence[tuple[str, Rows]], unit_s: float) -> None:
     """Draw the same metrics of other runs, dashed, each run in its own colour."""
     for index, (run, rows) in enumerate(others):
         color = COLORS[(len(chart.metrics) + index) % len(COLORS)]
         for name in chart.names(rows):
-            steps, values = series(_over_hours(rows) if chart.across == HOURS else rows, name)
+            steps, values = series(_over_time(rows, unit_s) if chart.across == TIME else rows, name)
             if len(values) >= SMOOTH_FROM:
                 values = running_mean(values, len(values) // 20)
             axes.plot(steps, values, color=color, linewidth=1.4, linestyle="--", label=f"{run}: {name}")
@@ -151,7 +158,7 @@ def _histogram(axes: Any, rows: Rows, names: Sequence[str]) -> None:
 
 CHARTS = (
     Chart("Reward", "mean reward", ("rollout/raw_reward",), _lines, compared=True),
-    Chart("Reward over time", "mean reward", ("rollout/raw_reward",), _lines, across=HOURS, compared=True),
+    Chart("Reward over time", "mean reward", ("rollout/raw_reward",), _lines, across=TIME, compared=True),
     Chart("Evaluation", "share or mean reward", ("eval/reward", r"eval/pass@\d+"), _lines, compared=True),
     Chart(
         "Difference of log-probabilities between trainer and engine",
@@ -204,6 +211,7 @@ def draw_charts(rows: Rows, others: Sequence[tuple[str, Rows]] = ()) -> list[tup
     from matplotlib.figure import Figure
 
     drawn: list[tuple[str, str]] = []
+    unit, unit_s = time_unit(rows)
     with mpl.rc_context(SETTINGS):
         for chart in CHARTS:
             names = [name for name in chart.names(rows) if any(math.isfinite(row.get(name, math.nan)) for row in rows)]
@@ -211,22 +219,32 @@ def draw_charts(rows: Rows, others: Sequence[tuple[str, Rows]] = ()) -> list[tup
                 continue
             figure = Figure(figsize=(6.4, 2.9), layout="constrained")
             axes = figure.add_subplot()
-            chart.draw(axes, _over_hours(rows) if chart.across == HOURS else rows, names)
+            chart.draw(axes, _over_time(rows, unit_s) if chart.across == TIME else rows, names)
             if chart.compared:
-                _beside(axes, chart, others)
+                _beside(axes, chart, others, unit_s)
             if chart.log and any(row.get(name, 0.0) > 0 for row in rows for name in names):
-                axes.set_yscale("log")
-            _dress(axes, chart)
+                _use_log_scale(axes)
+            _dress(axes, chart, f"{unit} in steps" if chart.across == TIME else chart.across)
             drawn.append((chart.title, svg_element(figure, f"c{len(drawn)}", chart.title)))
     return drawn
 
 
-def _dress(axes: Any, chart: Chart) -> None:
+def _use_log_scale(axes: Any) -> None:
+    """Scale the vertical axis by logarithm; its usual labels are formulas, and no text of the page is one."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_formatter(lambda value, _place: f"{value:g}")
+    # Where no two powers of ten are in sight, what lies between them has to carry the numbers.
+    few = math.floor(math.log10(high)) - math.ceil(math.log10(low)) < 1
+    axes.yaxis.set_minor_formatter(lambda value, _place: f"{value:.2g}" if few else "")
+
+
+def _dress(axes: Any, chart: Chart, across: str) -> None:
     axes.set_ylabel(chart.unit)
-    axes.set_xlabel(chart.across)
+    axes.set_xlabel(across)
     axes.grid(axis="y", alpha=0.3, linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)
-    if chart.across != HOURS:
+    if chart.across != TIME:
         axes.xaxis.get_major_locator().set_params(integer=True)
     if axes.get_legend_handles_labels()[1]:
         axes.figure.legend(fontsize=7, frameon=False, loc="outside upper left", ncols=2)

@@ -57,7 +57,7 @@ def render(run: RecordedRun, others: Sequence[RecordedRun] = ()) -> str:
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
-        from vime_grpo.report.charts import MAX_POINTS, draw_charts
+        from vime_grpo.report.charts import MAX_POINTS, draw_charts, time_unit
         from vime_grpo.report.gantt import draw_timeline
 
         timeline = draw_timeline(run.timeline)
@@ -74,6 +74,7 @@ def render(run: RecordedRun, others: Sequence[RecordedRun] = ()) -> str:
     )
     edge = max(1, min(3, len(run.metrics) // 2))
     best, worst = run.extremes(SAMPLES)
+    unit, seconds = time_unit(run.metrics)
     return environment.get_template("page.html.jinja").render(
         run=run,
         others=others,
@@ -81,7 +82,8 @@ def render(run: RecordedRun, others: Sequence[RecordedRun] = ()) -> str:
         timeline=timeline,
         summary=summary(run, edge),
         edge=edge,
-        hours=sum(row.get("perf/step_time", 0.0) for row in run.metrics) / 3600,
+        time=sum(row.get("perf/step_time", 0.0) for row in run.metrics) / seconds,
+        unit=unit,
         width=math.ceil(len(run.metrics) / MAX_POINTS),
         best=best,
         worst=worst,
