@@ -13,6 +13,7 @@ import httpx
 import pytest
 from safetensors.torch import save_file
 from vime_sync import Publisher, SyncSession, WeightSource, engine_arguments, engine_environment
+from vime_sync.client import EngineClient
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside the tests: sync_*.py
 
@@ -180,6 +181,23 @@ def booting(request, make_model, serve):
 @pytest.fixture(scope="session", autouse=True)
 def _boot(booting):
     """See `booting`."""
+
+
+@pytest.fixture(autouse=True)
+def _connections_are_closed(monkeypatch):
+    """No test ends with a connection to an engine that nobody closed: such sockets pile up in a trainer's process.
+
+    Counted here, not left to `ResourceWarning`, which names whatever test the garbage collector happens to run in.
+    """
+    made, real = [], EngineClient.__init__
+
+    def noted(client, *arguments, **options):
+        made.append(client)
+        real(client, *arguments, **options)
+
+    monkeypatch.setattr(EngineClient, "__init__", noted)
+    yield
+    assert [client.url for client in made if not client._http.is_closed] == []
 
 
 @pytest.fixture

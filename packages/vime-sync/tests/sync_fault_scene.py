@@ -105,8 +105,8 @@ class Scene:
     def connect(self, manifest=None, **options):
         options = {"mode": self.mode, "deadline_s": self.deadline} | options
         session = SyncSession([e.url for e in self.engines], manifest or self.manifest, **options)
-        session.connect()
         self.stack.callback(session.close)
+        session.connect()
         return session
 
     def stage(self, version, seed, die=False):

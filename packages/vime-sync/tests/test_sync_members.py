@@ -7,7 +7,9 @@ from vime_sync import (
     DigestError,
     EngineError,
     NotStartedError,
+    SecondTrainerError,
     StaleSourceError,
+    SyncSession,
     TornEngineError,
     TransactionError,
 )
@@ -155,6 +157,19 @@ def test_engines_join_and_leave(engines, trainers):
     for attempt in (session.add, lambda url: session.replace(url, url + "0"), session.resync):
         with pytest.raises(TransactionError):
             attempt(third.url if attempt == session.add else second.url)
+
+
+def test_a_session_that_cannot_connect_lets_go_of_the_engines_it_reached(engines, trainers):
+    free, taken = engines(), engines()
+    trainers(checkpoint(1)).session(taken).connect()
+    other = trainers(checkpoint(2))
+    refused = SyncSession([free.url, taken.url], other.publisher.manifest(), deadline_s=20)
+    with pytest.raises(SecondTrainerError), refused:
+        pytest.fail("the block must not begin")
+    assert all(engine._http.is_closed for engine in refused._engines)
+    other.publisher.stage(1)
+    other.session(free).update(1)
+    assert free.content() == content_of(2)
 
 
 def test_nothing_is_resynced_before_something_is_served(engines, trainers):

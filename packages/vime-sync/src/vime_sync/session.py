@@ -388,8 +388,12 @@ class SyncSession:
         return found
 
     def __enter__(self) -> SyncSession:
-        """Connect."""
-        self.connect()
+        """Connect; a session that cannot lets go of the engines that it did reach."""
+        try:
+            self.connect()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(
