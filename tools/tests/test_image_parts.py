@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from pathlib import Path
 
 import health
@@ -11,7 +13,8 @@ import rocm_paths
 import unprotected
 from flavours import ImageError
 from image_world import FakeEnvironment
-from verify.devices import architecture_faults
+from verify import probe
+from verify.devices import architecture_faults, attention_faults
 
 
 def test_build_requirements_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,3 +133,27 @@ def test_architectures(platform: str, arch: str, built: list[str], image: str, s
     found = architecture_faults(platform, [["A GPU", arch]], built, {"PYTORCH_ROCM_ARCH": image})
     assert bool(found) is bool(said)
     assert "; ".join(found).endswith(said)
+
+
+def test_an_attention_kernel_that_does_not_work_says_why() -> None:
+    works = {"FLASH_ATTENTION": "", "CUDNN_ATTENTION": "no engine", "MATH": ""}
+    assert attention_faults(works) == ([], "FLASH_ATTENTION, not CUDNN_ATTENTION (no engine), MATH")
+    refused = works | {"FLASH_ATTENTION": "not for this architecture"}
+    assert attention_faults(refused)[0] == [
+        "not FLASH_ATTENTION (not for this architecture), not CUDNN_ATTENTION (no engine), MATH"
+    ]
+    assert attention_faults({"MATH": ""})[0], "a kernel that was not tried does not work"
+
+
+def test_a_helper_that_holds_the_pipes_does_not_hold_the_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "GRACE_S", 0.2)
+    command = ["sh", "-c", "setsid sleep 300 & echo $!; wait"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert child.stdout is not None
+    helper = int(child.stdout.readline())
+    try:
+        child.kill()
+        assert probe._last_words(child) == ("", "(a helper of the interpreter holds its pipes)")
+        assert child.returncode == -signal.SIGKILL, "it is reaped"
+    finally:
+        os.kill(helper, signal.SIGKILL)

@@ -204,7 +204,11 @@ class Fleet:
         try:
             return gather(task, doing=doing, deadline_s=deadline_s + GRACE_S, watch=self._mending)["rollout"]
         except Exception as error:
-            raise self._better(error) from error
+            # Whatever the rollout stumbled over, a dead process is the cause and what it stumbled over the symptom.
+            told = self._told_by_the_dead()
+            if told is None:
+                raise
+            raise told from error
 
     def stop(self) -> None:
         """End every process, politely first; never raises, says what it had to force."""
@@ -225,11 +229,8 @@ class Fleet:
                 ray.kill(actor)
         sweep()  # what killed processes of this run left in shared memory, such as an aliased engine's lease
 
-    def _better(self, error: Exception) -> Exception:
-        """Return what tells of a dead trainer rank or engine, if there is one; else ``error``.
-
-        Whatever the rollout stumbled over, a dead process is the cause and what it stumbled over the symptom.
-        """
+    def _told_by_the_dead(self) -> VimeError | None:
+        """Return what tells of a dead trainer rank or engine, or None where all of them live."""
         try:
             self._mended().check_trainers()
         except VimeError as told:
@@ -239,7 +240,7 @@ class Fleet:
                 fetch(actor.health.remote(), name=name, doing="say how it is", deadline_s=10.0)
             except VimeError as told:
                 return told
-        return error
+        return None
 
     def _engine_config(self, seat: Seat, choice: Choice) -> EngineConfig:
         config, on_cpu = self._config.engine, self._placement.platform is Platform.CPU

@@ -111,6 +111,18 @@ def test_a_tracker_that_cannot_begin_is_named_and_the_others_are_closed(
     assert len(closed) == 1
 
 
+def test_whatever_stops_a_tracker_the_others_are_closed(
+    run_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[TensorBoardTracker] = []
+    monkeypatch.setattr(TensorBoardTracker, "close", lambda self: closed.append(self))
+    monkeypatch.setitem(sys.modules, "wandb", Recorder())
+    (tmp_path / "wandb-run-id").mkdir()  # where the identity of the run is to be written
+    with pytest.raises(IsADirectoryError):
+        open_trackers(load_config(run_toml, [*WANDB, "tracking.tensorboard=true"]), tmp_path, None)
+    assert len(closed) == 1
+
+
 @pytest.mark.parametrize(("extra", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
 def test_a_missing_package_names_its_extra(
     run_toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str, module: str

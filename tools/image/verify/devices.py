@@ -33,18 +33,17 @@ answer({"devices": names, "built": torch.cuda.get_arch_list()})
 ATTENTION = """
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-working = []
+works = {}
 q = torch.randn(1, 8, 256, 128, device="cuda", dtype=torch.bfloat16)
 for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"):
     try:
         with sdpa_kernel([getattr(SDPBackend, name)]):
             out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
         torch.cuda.synchronize()
-        if bool(torch.isfinite(out).all()):
-            working.append(name)
-    except RuntimeError:
-        continue
-answer(working)
+        works[name] = "" if bool(torch.isfinite(out).all()) else "gives numbers that are not finite"
+    except RuntimeError as error:
+        works[name] = (str(error).strip() or "no reason given").splitlines()[0]
+answer(works)
 """
 
 
@@ -67,10 +66,21 @@ def check_devices(context: Context) -> Iterator[Result]:
         return
     yield devices(context)
     reply = ask(ATTENTION, deadline_s=context.deadline_s)
-    wrong = [reply.problem] if reply.problem else []
-    if not wrong and "FLASH_ATTENTION" not in reply.value:
-        wrong = [f"only {', '.join(reply.value) or 'none'} of torch's attention kernels work"]
-    yield judged(context, "attention", wrong, ", ".join(reply.value or []), "torch's flash attention works in bf16")
+    wrong, seen = ([reply.problem], "") if reply.value is None else attention_faults(reply.value)
+    yield judged(context, "attention", wrong, seen, "torch's flash attention works in bf16")
+
+
+def attention_faults(works: Mapping[str, str]) -> tuple[list[str], str]:
+    """Judge what became of torch's attention kernels.
+
+    Args:
+        works: Each kernel, with the reason why it does not work, or an empty text.
+
+    Returns:
+        What is wrong, and what is to be reported otherwise: the others need not work, and say why they do not.
+    """
+    seen = ", ".join(f"not {name} ({why})" if why else name for name, why in works.items())
+    return ([] if works.get("FLASH_ATTENTION", "was not tried") == "" else [seen]), seen
 
 
 def backend(context: Context, module: str, names: tuple[str, ...]) -> Result:

@@ -20,6 +20,7 @@ from typing import Any
 
 MARK = "@@vime-probe@@"
 TAIL_LINES = 3
+GRACE_S = 10.0
 # LLVM aborts the process with this text where two copies of the library register their options.
 DUPLICATE_LLVM = "registered more than once"
 PRELUDE = f"""
@@ -72,13 +73,22 @@ def ask(code: str, argument: object = None, *, env: Mapping[str, str] | None = N
             # The whole session: a helper that an import started would keep the pipes open for ever.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            stdout, stderr = process.communicate()
+            stdout, stderr = _last_words(process)
             late = f"no answer within {deadline_s:.0f} s; last words: {tail(stderr)}"
     lines = [line for line in stdout.splitlines() if line.startswith(MARK)]
     if not lines:
         return Answer(None, late or f"interpreter ended with {process.returncode}: {tail(stderr)}", stderr)
     # What happens after the answer (an abort at exit, a helper that stays) is left alone: it is not what is judged.
     return Answer(json.loads(lines[-1][len(MARK) :]), "", stderr)
+
+
+def _last_words(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Return what a killed child still said; a helper in another session may hold its pipes, and is not waited for."""
+    try:
+        return process.communicate(timeout=GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.wait(GRACE_S)
+        return "", "(a helper of the interpreter holds its pipes)"
 
 
 def tail(text: str) -> str:

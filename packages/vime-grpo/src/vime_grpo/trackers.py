@@ -155,7 +155,7 @@ def open_trackers(config: RunConfig, run_folder: Path, resume_step: int | None) 
                     resume_step=resume_step,
                 )
             )
-    except TrackerError:
+    except BaseException:
         for tracker in trackers:
             tracker.close()
         raise
