@@ -88,6 +88,9 @@ def _last_words(process: subprocess.Popen[str]) -> tuple[str, str]:
         return process.communicate(timeout=GRACE_S)
     except subprocess.TimeoutExpired:
         process.wait(GRACE_S)
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
         return "", "(a helper of the interpreter holds its pipes)"
 
 
