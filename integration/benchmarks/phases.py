@@ -2,6 +2,7 @@
 
     python integration/benchmarks/phases.py RUN_FOLDER --out phases.json
 
+`train` is the whole phase, as the driver waits for it; `log_probs` and `actor_train` are what the trainer says of it.
 The first step is left out: kernels are chosen and host memory is pinned in it. Rollout speed is told twice, over the
 time of the rollout and over the whole step, for each device that the engines have.
 """
@@ -21,7 +22,8 @@ from typing import Annotated, Any
 import typer
 from vime_grpo import load_config
 
-PHASES = ("offload", "rollout", "wait_for_rollout", "sleep", "onload", "train", "update_weights", "wake", "step")
+PHASES = ("offload", "rollout", "wait_for_rollout", "sleep", "onload", "train", "log_probs", "actor_train",
+          "update_weights", "wake", "step")  # fmt: skip
 MOVES = ("offload", "onload", "sleep", "wake", "update_weights")
 MEANS = ("rollout/raw_reward", "rollout/response_lengths", "train/train_rollout_logprob_abs_diff",
          "train/on_policy_logprob_abs_diff", "train/entropy_loss")  # fmt: skip
@@ -68,7 +70,7 @@ def summary(run: Path) -> dict[str, Any]:
         "train_tokens_per_sec": median(row["perf/actor_train_tok_per_s"] for row in steady),
         "sync_and_moves_share": sum(seconds.get(name, 0.0) for name in MOVES) / seconds["step"],
         "mean": {name: fmean(row[name] for row in rows if name in row) for name in MEANS if name in rows[-1]},
-        "reward": [row["rollout/raw_reward"] for row in rows],
+        "curves": {name: [row.get(name) for row in rows] for name in MEANS if name in rows[-1]},
         "memory_gib": {name: value for name, value in rows[-1].items() if name.startswith("memory/")},
     }
     return {"date": datetime.now(tz=UTC).date().isoformat(), "devices": devices(), "versions": versions(), **found}
