@@ -210,7 +210,10 @@ def test_bad_batches_are_named() -> None:
 
 def test_nan_is_allowed_where_nothing_is_trained() -> None:
     values = torch.tensor([float("nan"), float("nan"), -1.0, float("nan"), -1.0])
-    build_batch([sample(loss_mask=(1, 0, 1))], [1.0], old_logprobs=[values])
+    (row,) = build_batch([sample(loss_mask=(1, 0, 1))], [1.0], old_logprobs=[values])
+    trained = row.fields["weight"] != 0
+    assert trained.tolist() == [False, False, True, False, True]
+    assert row.fields["old_logprob"][trained].tolist() == [-1.0, -1.0]
 
 
 @given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=20), st.integers(1, 6))
