@@ -159,6 +159,50 @@ async def test_a_mad_expression_times_out_and_the_next_is_graded(make_sample):
         reward.close()
 
 
+async def test_one_that_times_out_costs_the_others_of_its_batch_nothing(make_sample):
+    reward = load_reward("math_verify", workers=1, timeout_s=1.0)
+    right = [make_sample(index=i, response=f"${i}$", label=f"{i}") for i in range(24)]
+    mad = make_sample(response=r"$9^{9^{9^{9}}}$", label=r"$9^{9^{9^{8}}}$")
+    try:
+        for sample in right:  # until it knows how quick they are
+            await reward.score(sample)
+        scores = await asyncio.gather(*map(reward.score, [*right[:3], mad, *right[3:]]))
+    finally:
+        reward.close()
+    assert [score.value for score in scores] == [1.0] * 3 + [0.0] + [1.0] * 21
+    assert scores[3].reason == "timed out after 1 s"
+
+
+@pytest.mark.parametrize("size", [1, 3000, 100_000])
+async def test_every_payload_gets_its_own_score(make_sample, size):
+    reward = WorkerReward("w", "builtins:tuple", lambda sample: [sample.index, "x" * size], timeout_s=30, workers=2)
+    samples = [make_sample(index=index) for index in range(200 if size < 10_000 else 20)]
+    try:
+        for _ in range(3):  # one at a time at first, then in batches
+            scores = await asyncio.gather(*map(reward.score, samples))
+            assert [score.value for score in scores] == [sample.index for sample in samples]
+        given_up = asyncio.create_task(reward.score(samples[1]))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        assert (await reward.score(samples[2])).value == 2.0
+    finally:
+        reward.close()
+
+
+async def test_what_is_not_graded_when_it_is_closed_ends(make_sample):
+    reward = WorkerReward("w", "time:sleep", lambda sample: 60, timeout_s=60, workers=1)
+    first, second = (asyncio.create_task(reward.score(make_sample(index=index))) for index in range(2))
+    while not (reward._live and len(reward._waiting) == 1):
+        await asyncio.sleep(0.01)
+    reward.close()
+    with pytest.raises(RewardError):
+        await first
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    with pytest.raises(RewardError, match="is closed"):
+        await reward.score(make_sample())
+
+
 async def test_gym_scores_by_the_task_itself(make_sample):
     config = DataConfig(gym_task="chain_sum", gym_seed=1, gym_size=4, gym_options={"max_terms": 2})
     prompt = open_data_source(config).next(1)[0]

@@ -1,7 +1,11 @@
-"""The parent side of a worker reward: a few worker processes, each asked one payload at a time.
+"""The parent side of a worker reward: a few worker processes, each of which grades one payload at a time.
 
 A worker that passes its time-out is ended by its own timer (``worker.py``) and replaced for the next payload; the
 payload scores 0 with that reason. Time spent waiting for a free worker is not counted against a payload.
+
+Most graders take microseconds, and handing one payload to a process and its answer back takes ten times that. So what
+waits is handed over in batches, as large as a worker has lately graded in a few milliseconds: payloads that take longer
+than that go one at a time, to whichever worker is free.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from vime_rollout.errors import RewardError
@@ -27,8 +33,22 @@ from vime_rollout.sample import Sample
 _START_S = 120.0
 #: How long after its timer a worker may take to be gone before it is killed from here.
 _GRACE_S = 5.0
+#: How long a batch should take.
+_BATCH_S = 0.005
+#: Most bytes of a batch. A pipe holds more, so writing one never waits for a worker that waits to be read from.
+_BATCH_BYTES = 32768
 
 MakePayload = Callable[[Sample], dict[str, Any]]
+_Outcome = Score | Exception
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A payload that somebody waits for."""
+
+    payload: Mapping[str, Any]
+    line: bytes
+    answer: asyncio.Future[Score]
 
 
 class WorkerReward:
@@ -48,47 +68,104 @@ class WorkerReward:
         self._grader = grader
         self._payload = payload
         self._timeout_s = timeout_s
+        self._workers = workers
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix=f"reward-{name}")
         self._local = threading.local()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of all below
         self._live: set[_Worker] = set()
+        self._waiting: deque[_Asked] = deque()
+        self._draining = 0
+        self._seconds = _BATCH_S  # of one payload, lately
         self._closed = False
 
     async def score(self, sample: Sample) -> Score:
         """Have a worker grade the sample.
 
         Raises:
-            RewardError: When the grader fails, or its worker cannot be started.
+            RewardError: When the grader fails, its worker cannot be started, or the reward is closed.
         """
         payload = self._payload(sample)
-        loop = asyncio.get_running_loop()
-        return checked(await loop.run_in_executor(self._threads, self._ask, payload), self.name, sample)
+        line = json.dumps({"timeout_s": self._timeout_s, "payload": payload}) + "\n"
+        asked = _Asked(payload, line.encode(), asyncio.get_running_loop().create_future())
+        with self._lock:
+            if self._closed:
+                raise self._closed_error()
+            self._waiting.append(asked)
+            if self._draining < self._workers:
+                self._draining += 1
+                self._threads.submit(self._drain)
+        return checked(await asked.answer, self.name, sample)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers; what is not graded yet is cancelled."""
         with self._lock:
             self._closed = True
             workers, self._live = self._live, set()
+            left, self._waiting = list(self._waiting), deque()
         for worker in workers:
             worker.end()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True)
         for worker in workers:  # only now: a thread may have been reading from its pipe
             worker.release()
+        for asked in left:
+            _tell(asked.answer.get_loop(), asked.answer.cancel)
 
-    def _ask(self, payload: Mapping[str, Any]) -> Score:
+    def _drain(self) -> None:
+        """Grade batch after batch until nothing waits; runs in a thread, which has a worker of its own."""
+        while batch := self._next_batch():
+            outcomes: list[_Outcome] = []
+            began = time.monotonic()
+            try:
+                while len(outcomes) < len(batch):
+                    outcomes += self._grade(batch[len(outcomes) :])
+            except Exception as error:  # noqa: BLE001 - the edge of a thread: raised where the scores are waited for
+                outcomes += [error] * (len(batch) - len(outcomes))
+            with self._lock:
+                self._seconds += ((time.monotonic() - began) / len(batch) - self._seconds) / 2
+            loops = {asked.answer.get_loop() for asked in batch}
+            pairs = [(asked.answer, outcome) for asked, outcome in zip(batch, outcomes, strict=True)]
+            for loop in loops:
+                _tell(loop, _settle, [pair for pair in pairs if pair[0].get_loop() is loop])
+
+    def _next_batch(self) -> list[_Asked]:
+        batch: list[_Asked] = []
+        with self._lock:
+            share = -(-len(self._waiting) // self._workers)
+            most, size = min(share, max(1, int(_BATCH_S / max(self._seconds, 1e-6)))), 0
+            while self._waiting and len(batch) < most:
+                asked = self._waiting[0]
+                size += len(asked.line)
+                if batch and size > _BATCH_BYTES:
+                    break
+                self._waiting.popleft()
+                if not asked.answer.cancelled():
+                    batch.append(asked)
+            if not batch:
+                self._draining -= 1
+        return batch
+
+    def _grade(self, batch: Sequence[_Asked]) -> list[_Outcome]:
+        """Return the outcomes of the first payloads of a batch, at least of one: a worker that ends leaves the rest."""
         worker = self._worker()
+        outcomes: list[_Outcome] = []
         try:
-            answer = worker.ask(payload, self._timeout_s)
+            for answer in worker.ask([asked.line for asked in batch], self._timeout_s):
+                if "error" in answer:
+                    error = RewardError("grader failed", where=f"reward {self.name}", seen=answer["error"])
+                    outcomes.append(error)
+                else:
+                    outcomes.append(Score(answer["value"], answer["reason"]))
         except _WorkerGoneError as gone:
             self._discard(worker)
             if gone.timed_out:
-                return Score(0.0, f"{TIMEOUT_REASON} after {self._timeout_s:g} s")
-            raise RewardError(
-                "reward worker died", where=f"reward {self.name}", seen=f"exit code {gone.code}, payload {payload}"
-            ) from None
-        if "error" in answer:
-            raise RewardError("grader failed", where=f"reward {self.name}", seen=answer["error"])
-        return Score(answer["value"], answer["reason"])
+                outcomes.append(Score(0.0, f"{TIMEOUT_REASON} after {self._timeout_s:g} s"))
+            else:
+                seen = f"exit code {gone.code}, payload {batch[len(outcomes)].payload}"
+                outcomes.append(RewardError("reward worker died", where=f"reward {self.name}", seen=seen))
+        return outcomes
+
+    def _closed_error(self) -> RewardError:
+        return RewardError("reward is closed", where=f"reward {self.name}")
 
     def _worker(self) -> _Worker:
         worker: _Worker | None = getattr(self._local, "worker", None)
@@ -99,7 +176,7 @@ class WorkerReward:
             if self._closed:
                 worker.end()
                 worker.release()
-                raise RewardError("reward is closed", where=f"reward {self.name}")
+                raise self._closed_error()
             self._live.add(worker)
         self._local.worker = worker
         try:
@@ -141,17 +218,18 @@ class _Worker:
     def until_ready(self) -> None:
         self._read_line(_START_S)
 
-    def ask(self, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        line = json.dumps({"timeout_s": timeout_s, "payload": payload}) + "\n"
+    def ask(self, lines: Sequence[bytes], timeout_s: float) -> Iterator[dict[str, Any]]:
+        """Yield the answers to payloads, each within its own time."""
         stdin = self._process.stdin
         assert stdin is not None, "opened with a pipe"
         try:
-            stdin.write(line.encode())
+            stdin.write(b"".join(lines))
             stdin.flush()
         except BrokenPipeError:
             raise _WorkerGoneError(self._process.wait(_GRACE_S), timed_out=False) from None
-        answer: dict[str, Any] = json.loads(self._read_line(timeout_s + _GRACE_S))
-        return answer
+        for _ in lines:
+            answer: dict[str, Any] = json.loads(self._read_line(timeout_s + _GRACE_S))
+            yield answer
 
     def _read_line(self, limit: float) -> bytes:
         stdout = self._process.stdout
@@ -178,3 +256,19 @@ class _Worker:
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):  # what the dead worker did not read is of no use
                     stream.close()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: object) -> None:
+    """Have an event loop make a call; one that is closed has nobody left who waits."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *arguments)
+
+
+def _settle(pairs: Sequence[tuple[asyncio.Future[Score], _Outcome]]) -> None:
+    for answer, outcome in pairs:
+        if answer.done():
+            continue
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
