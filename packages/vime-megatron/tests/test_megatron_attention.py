@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from types import ModuleType
 
@@ -13,6 +14,9 @@ from vime_megatron.model.attention_choice import choose_attention, core_attentio
 from vime_megatron.model.core_attention import row_by_row, sdpa_attention
 from vime_megatron.model.packing import inverse_frequencies, pack
 
+needs_varlen = pytest.mark.skipif(
+    importlib.util.find_spec("torch.nn.attention.varlen") is None, reason="the kernel came with torch 2.10"
+)
 CPU, GPU, HALF = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 
 
@@ -96,6 +100,7 @@ def test_a_library_is_called_with_its_own_arguments(installed, name):
     torch.testing.assert_close(core_attention(name)(q, k, v, row), sdpa_attention(q, k, v, row), rtol=1e-4, atol=1e-5)
 
 
+@needs_varlen
 def test_the_choice_follows_what_is_there(installed, monkeypatch):
     assert choose_attention("auto", CPU, HALF) == "sdpa"
     assert choose_attention("auto", GPU, torch.float32) == "sdpa"
@@ -107,6 +112,7 @@ def test_the_choice_follows_what_is_there(installed, monkeypatch):
     assert not any(reason for name, reason in obstacles(GPU, HALF).items() if name != "varlen")
 
 
+@needs_varlen
 def test_on_rocm_ragged_rows_go_to_flash_attn_or_stay_padded(installed, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.1.0")
     assert choose_attention("auto", GPU, HALF) == "sdpa"
@@ -131,6 +137,7 @@ def test_a_library_without_the_function_is_refused(installed):
         choose_attention("flash", GPU, HALF)
 
 
+@needs_varlen
 def test_a_kernel_whose_arguments_changed_is_refused(monkeypatch):
     import torch.nn.attention.varlen as varlen
     from vime_megatron.model.core_attention import varlen_options
@@ -165,6 +172,7 @@ def test_the_trainer_says_what_it_chose(make_trainer, tiny, caplog):
         "build": trainer.choices["build"],
         "attention": "sdpa",
         "kernels": "torch",
+        "logits": "float32",
     }
     assert "attention sdpa, kernels torch" in caplog.text
     assert "no te attention: needs a GPU" in caplog.text

@@ -6,6 +6,8 @@ exist at a time, in the forward pass and again in the backward pass, which recom
 extra memory is ``c V / ranks`` values of the weights' type however long the row is (in plain torch three times that, in
 float32). The softmax is float32 whatever the weights are. With ``float32_logits`` the logits are so too, at twice their
 memory: in bfloat16 a logit of 20 is rounded by up to a sixteenth, by the trainer and by the engine each in its way.
+Where the matrix library cannot multiply half-precision factors into float32, a few rows at a time are copied to it; the
+numbers are the same but for the order of sums, and :func:`settle_logits` says so.
 
 The vocabulary's gradient is summed over the chunks in float32: in the trainer's gradient buffer (``weight.main_grad``)
 where there is one, and autograd then gets none to add; else in a buffer of its own, which is returned.
@@ -21,6 +23,7 @@ Suffixes: ``t`` tokens, ``c`` tokens of a chunk, ``m`` width of the model, ``v``
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +31,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vime_megatron.kernels import PLAIN, Kernels
+from vime_megatron.config import HeadDtype
+from vime_megatron.kernels import PLAIN, HalfTypes, Kernels, plain
+from vime_megatron.platform.build import describe_build
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,33 @@ class VocabShard:
     float32_logits: bool = False
 
 
+def settle_logits(head: HeadDtype, dtype: torch.dtype, device: torch.device, kernels: Kernels, *, rank: int) -> str:
+    """Say how logits will be computed, and warn, on rank 0, where float32 ones are slow.
+
+    Args:
+        head: What was asked for.
+        dtype: Type of the weights.
+        device: Where they are.
+        kernels: What multiplies.
+        rank: This rank.
+
+    Returns:
+        For :attr:`MegatronTrainer.choices`.
+    """
+    if head == "model" or dtype not in HalfTypes:
+        return str(dtype).removeprefix("torch.")
+    if kernels.product is not plain.product:
+        return "float32"
+    if device.type == "cuda" and rank == 0:
+        _log.warning(
+            "float32 logits are computed from float32 copies, several times slower: torch %s for %s has no product of "
+            "half-precision factors into float32 here; use torch 2.8 or later, or head_dtype='model'",
+            torch.__version__,
+            describe_build(),
+        )
+    return "float32 from float32 copies"
+
+
 def token_logprobs(
     hidden_tm: Tensor, weight_vm: Tensor, targets_t: Tensor, *, temperature: float, shard: VocabShard
 ) -> tuple[Tensor, Tensor]:
@@ -73,12 +107,10 @@ def token_logprobs(
 
 
 def _logits(hidden_cm: Tensor, weight_vm: Tensor, shard: VocabShard) -> Tensor:
-    rows_mv = weight_vm[: shard.rows].t()
-    if not shard.float32_logits or hidden_cm.element_size() > 2:
-        return hidden_cm @ rows_mv
-    if hidden_cm.is_cuda:
-        return torch.mm(hidden_cm, rows_mv, out_dtype=torch.float32)  # no float32 copy of the rows
-    return hidden_cm.float() @ rows_mv.float()
+    rows_vm = weight_vm[: shard.rows]
+    if shard.float32_logits and hidden_cm.dtype in HalfTypes:
+        return shard.kernels.product(hidden_cm, rows_vm)
+    return hidden_cm @ rows_vm.t()
 
 
 def _columns(targets_c: Tensor, shard: VocabShard) -> Tensor:

@@ -80,7 +80,9 @@ class MegatronTrainer:
 
     def _build(self, rank: int, world_size: int, init_method: str | None) -> None:
         from vime_megatron.kernels import select_kernels
+        from vime_megatron.logprobs import settle_logits
         from vime_megatron.model.attention_choice import choose_attention, core_attention, obstacles
+        from vime_megatron.model.moe import expert_product
         from vime_megatron.model.policy import DTYPES
         from vime_megatron.parallel import connect
         from vime_megatron.platform.build import describe_build
@@ -94,7 +96,10 @@ class MegatronTrainer:
             "build": describe_build(),
             "attention": attention,
             "kernels": kernels.name,
+            "logits": settle_logits(config.head_dtype, dtype, platform.device, kernels, rank=rank),
         }
+        if shape.experts:
+            self.choices["experts"] = expert_product(platform.device, dtype)
         _log.info("rank %d: %s", rank, ", ".join(f"{name} {choice}" for name, choice in self.choices.items()))
         for name, reason in obstacles(platform.device, dtype).items():
             if reason:

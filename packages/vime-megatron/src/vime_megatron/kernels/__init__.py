@@ -12,7 +12,7 @@ once, says which, and a choice can be forced.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,6 +47,7 @@ class Kernels:
         query_key_value: Differentiable split, norm and rotation of a stacked projection.
         vocab_statistics: Softmax statistics of a block of logits.
         vocab_gradient: Gradient of log-probability and entropy with respect to a block of logits.
+        product: ``a b^T`` in float32 from half-precision factors.
         adamw: One update of a group of parameters; ``None`` leaves it to torch's and Megatron's.
         accumulate: ``sum += a^T b`` in float32.
     """
@@ -59,6 +60,7 @@ class Kernels:
     vocab_statistics: VocabStatistics
     vocab_gradient: VocabGradient
     accumulate: Callable[[Tensor, Tensor, Tensor], None]
+    product: Callable[[Tensor, Tensor], Tensor]
     adamw: Callable[[Sequence[AdamWState], Tensor, AdamWTerms], None] | None = None
 
 
@@ -71,7 +73,12 @@ PLAIN = Kernels(
     vocab_statistics=plain.vocab_statistics,
     vocab_gradient=plain.vocab_gradient,
     accumulate=plain.accumulate,
+    product=plain.product,
 )
+
+
+def _product(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    return plain.product_wide if device.type == "cuda" and plain.wide_products_work(device) else plain.product
 
 
 def triton_kernels(device: torch.device) -> Kernels:
@@ -98,6 +105,7 @@ def triton_kernels(device: torch.device) -> Kernels:
         vocab_statistics=vocab.vocab_statistics,
         vocab_gradient=vocab.vocab_gradient,
         accumulate=plain.accumulate_wide if wide else plain.accumulate,
+        product=_product(device),
         adamw=adamw.adamw,
     )
 
@@ -117,7 +125,7 @@ def select_kernels(backend: KernelBackend, device: torch.device, dtype: torch.dt
         PlatformError: Triton was asked for (or is needed by ``auto`` on a GPU) and cannot run.
     """
     if backend == "torch" or (backend == "auto" and (device.type != "cuda" or dtype not in HalfTypes)):
-        return PLAIN
+        return replace(PLAIN, product=_product(device)) if dtype in HalfTypes else PLAIN
     if device.type != "cuda":
         raise PlatformError(
             "the Triton kernels cannot run here",

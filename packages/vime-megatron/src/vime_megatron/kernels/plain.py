@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+_COPIED_ROWS = 8192  # of a second factor, in float32 at one time: 134 MB at width 4096
+
 
 @dataclass(frozen=True)
 class HeadLayout:
@@ -275,6 +277,48 @@ def adamw(states: Sequence[AdamWState], corrections_n2: Tensor, terms: AdamWTerm
         state.master.sub_(terms.lr / mean_correction * state.mean / deviation)
         if state.weight is not None:
             state.weight.copy_(state.master)
+
+
+def product(a_cm: Tensor, b_vm: Tensor) -> Tensor:
+    """Return ``a b^T`` in float32 from half-precision factors, through float32 copies of a few rows of ``b`` at a time.
+
+    Args:
+        a_cm: First factor.
+        b_vm: Second factor.
+
+    Returns:
+        ``[c, v]``, float32; products of half-precision numbers are exact in it, so only the order of sums is open.
+    """
+    wide_cm = a_cm.float()
+    out_cv = wide_cm.new_empty(len(a_cm), len(b_vm))
+    for start in range(0, len(b_vm), _COPIED_ROWS):
+        span = slice(start, start + _COPIED_ROWS)
+        torch.mm(wide_cm, b_vm[span].float().t(), out=out_cv[:, span])
+    return out_cv
+
+
+def product_wide(a_cm: Tensor, b_vm: Tensor) -> Tensor:
+    """Like :func:`product`, but the matrix library reads half precision and writes float32: no copies (torch 2.8)."""
+    return torch.mm(a_cm, b_vm.t(), out_dtype=torch.float32)
+
+
+def wide_products_work(device: torch.device) -> bool:
+    """Tell whether this torch can multiply in half precision into float32 there, by doing it once.
+
+    Args:
+        device: A GPU.
+
+    Returns:
+        Whether :func:`product_wide` gave the right product.
+    """
+    if not hasattr(torch.ops.aten.mm, "dtype"):
+        return False
+    factor = torch.full((64, 64), 1 + 2.0**-7, device=device, dtype=torch.bfloat16)
+    try:
+        found = product_wide(factor, factor)
+    except RuntimeError:  # the library of this build does not have it
+        return False
+    return bool((found == 64 * (1 + 2.0**-7) ** 2).all())  # bfloat16 has no such number
 
 
 def accumulate(sum_vm: Tensor, a_cv: Tensor, b_cm: Tensor) -> None:

@@ -30,6 +30,8 @@ from torch.nn import functional as F
 
 from vime_megatron.kernels import PLAIN, Kernels
 
+GROUPED = "one grouped product"
+
 
 def route(logits_sx: Tensor, chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
     """Choose experts.
@@ -48,6 +50,20 @@ def route(logits_sx: Tensor, chosen: int, *, normalise: bool) -> tuple[Tensor, T
     return weights_sk.to(logits_sx.dtype), experts_sk
 
 
+def expert_product(device: torch.device, dtype: torch.dtype) -> str:
+    """Say how the experts' matrices are multiplied: all in one kernel (torch 2.10 and later), or one after the other.
+
+    Args:
+        device: Where they are.
+        dtype: Their type.
+
+    Returns:
+        For :attr:`MegatronTrainer.choices`.
+    """
+    able = device.type == "cuda" and dtype is torch.bfloat16 and hasattr(F, "grouped_mm")
+    return GROUPED if able else "one product each"
+
+
 def expert_matmul(rows_nm: Tensor, stack_xfm: Tensor, counts: list[int]) -> Tensor:
     """Multiply each expert's rows by the transpose of its matrix.
 
@@ -59,7 +75,7 @@ def expert_matmul(rows_nm: Tensor, stack_xfm: Tensor, counts: list[int]) -> Tens
     Returns:
         ``[n, f]``.
     """
-    if rows_nm.is_cuda and rows_nm.dtype is torch.bfloat16 and hasattr(F, "grouped_mm"):
+    if expert_product(rows_nm.device, rows_nm.dtype) == GROUPED:
         return grouped_matmul(rows_nm, stack_xfm, counts)
     pairs = zip(torch.split(rows_nm, counts), stack_xfm.unbind(0), strict=True)
     return torch.cat([rows @ matrix.t() for rows, matrix in pairs])
