@@ -69,6 +69,37 @@ def _pieces(trainer):
     }
 
 
+def updates(order, *, model, settings, optimizer, own, steps):
+    """Update with gradients that are drawn; every third is small enough not to be clipped."""
+    from dataclasses import replace
+
+    from vime_megatron.kernels import plain
+    from vime_megatron.update import apply_update, gradient_norm, prepare_update
+
+    trainer = _trainer(order, model, {"dtype": "bfloat16"} | settings, optimizer)
+    kernels = replace(trainer._kernels, adamw=plain.adamw if own else None)
+    draw, limit, device = torch.Generator().manual_seed(7), trainer.config.optimizer.clip_grad, torch.device("cpu")
+    clipped = []
+    for step in range(steps):
+        trainer.optimizer.zero_grad()
+        with trainer._platform.active():
+            for param in trainer.params.values():
+                scale = 1e-4 if step % 3 == 2 else 1.0
+                param.main_grad.copy_(scale * torch.randn(param.shape, generator=draw))
+            norm = float(gradient_norm(trainer.optimizer, device))
+            update = prepare_update(trainer.optimizer, kernels)
+            trainer.scheduler.step(increment=1)
+            apply_update(update, kernels, norm=norm, limit=limit, device=device)
+        clipped.append(norm > limit)
+    kept = {f"weight {name}": {"value": param.detach().clone()} for name, param in trainer.params.items()}
+    for number, part in enumerate(trainer.optimizer.chained_optimizers):
+        masters = [master for group in part.optimizer.param_groups for master in group["params"]]
+        for place, master in enumerate(masters):
+            kept[f"master {number}.{place}"] = {"value": master.detach(), **part.optimizer.state[master]}
+    trainer.close()
+    return {"clipped": clipped, "own": bool(update.own), "state": kept}
+
+
 def background(order, *, model, folder):
     """A step runs while a checkpoint is written behind it; then one rank cannot write the next one."""
     import resource

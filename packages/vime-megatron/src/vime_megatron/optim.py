@@ -8,6 +8,7 @@ The update itself is in :mod:`vime_megatron.update`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -90,6 +91,16 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Return the torch optimisers inside Megatron's wrapper."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in parts if part.optimizer is not None]
+
+
+def count_home(group: Mapping[str, Any], master: Tensor) -> torch.device:
+    """Return where torch's AdamW keeps its counts of updates: on the CPU, but beside the master with the fused kernel.
+
+    Args:
+        group: Settings of the master's group.
+        master: What is updated.
+    """
+    return master.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def optimizer_tensors(optimizer: Any) -> list[Tensor]:

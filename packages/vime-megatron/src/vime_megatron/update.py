@@ -28,8 +28,10 @@ from torch import Tensor
 from vime_megatron.errors import GradientError
 from vime_megatron.kernels import Kernels
 from vime_megatron.kernels.plain import AdamWState, AdamWTerms
+from vime_megatron.optim import count_home
 from vime_megatron.parallel import Topology
 
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # before torch 2.7 neither is the other's parent
 _NORM_OFFSET = 1e-6  # Megatron's: keeps the clipping factor finite for a norm of 0
 
 
@@ -123,7 +125,9 @@ class Update:
 
 @torch.no_grad()
 def prepare_update(optimizer: Any, kernels: Kernels) -> Update:
-    """Collect what an update needs, without waiting for the device; nothing changes yet.
+    """Collect what an update needs, without waiting for the device.
+
+    Nothing changes yet, but that moments are made which are not there before the first update: zeros, as they are then.
 
     Args:
         optimizer: Megatron's optimiser, after :func:`gradient_norm`.
@@ -175,7 +179,7 @@ def apply_update(update: Update, kernels: Kernels, *, norm: float, limit: float,
 
 def _one_pass(inner: torch.optim.Optimizer) -> bool:
     """Tell whether torch's fused AdamW runs there, which takes a divisor for the gradients."""
-    return isinstance(inner, torch.optim.Adam) and all(group["fused"] for group in inner.param_groups)
+    return isinstance(inner, _ADAMS) and all(group["fused"] for group in inner.param_groups)
 
 
 def _takes_own(part: Any) -> bool:
@@ -183,9 +187,11 @@ def _takes_own(part: Any) -> bool:
     inner = part.optimizer
     return (
         isinstance(part, Float16OptimizerWithFloat16Params)
-        and isinstance(inner, torch.optim.Adam)
+        and isinstance(inner, _ADAMS)
         and all(
-            group["decoupled_weight_decay"] and not group["amsgrad"] and not group["maximize"]
+            group.get("decoupled_weight_decay", isinstance(inner, torch.optim.AdamW))
+            and not group["amsgrad"]
+            and not group["maximize"]
             for group in inner.param_groups
         )
     )
@@ -196,17 +202,25 @@ def _own_groups(part: Any) -> Iterator[_OwnGroup]:
     pairs = zip(part.fp32_from_float16_groups, part.float16_groups, strict=True)
     weights = {id(m): w.data for masters, halves in pairs for m, w in zip(masters, halves, strict=True)}
     for group in part.optimizer.param_groups:
-        masters: list[Tensor] = []
-        grads: list[Tensor] = []
-        means: list[Tensor] = []
-        squares: list[Tensor] = []
-        counts: list[Tensor] = []
-        part.optimizer._init_group(group, masters, grads, means, squares, [], counts)  # makes what is not there yet
+        masters = [master for master in group["params"] if master.grad is not None]
         if not masters:
             continue
+        kept = [_state(part.optimizer, group, master) for master in masters]
+        counts = [state["step"] for state in kept]
         beta1, beta2 = group["betas"]
         counts_n = torch.stack(counts).to(masters[0].device, torch.float64) + 1
         corrections_n2 = torch.stack((1 - beta1**counts_n, (1 - beta2**counts_n).sqrt()), dim=1).float()
-        tensors = zip(masters, grads, means, squares, strict=True)
-        states = [AdamWState(m.data, g, mean, square, weights.get(id(m))) for m, g, mean, square in tensors]
+        states = [
+            AdamWState(master.data, master.grad, state["exp_avg"], state["exp_avg_sq"], weights.get(id(master)))
+            for master, state in zip(masters, kept, strict=True)
+        ]
         yield _OwnGroup(states, counts, corrections_n2, group)
+
+
+def _state(inner: torch.optim.Optimizer, group: dict[str, Any], master: Tensor) -> dict[str, Tensor]:
+    """Return torch's state of a master; before the first update, as torch would make it then."""
+    state: dict[str, Tensor] = inner.state[master]
+    if not state:
+        state["step"] = torch.zeros((), device=count_home(group, master))
+        state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(master, requires_grad=False) for _ in range(2))
+    return state

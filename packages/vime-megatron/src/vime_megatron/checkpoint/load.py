@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from vime_megatron.checkpoint.folders import check_files, find
 from vime_megatron.checkpoint.pieces import MODEL, OPTIMIZER, RANDOM, Inventory, OptimizerSlot, Piece
@@ -20,7 +19,7 @@ from vime_megatron.checkpoint.save import identity, layout
 from vime_megatron.checkpoint.storage import Progress, Reader, read_pieces
 from vime_megatron.errors import CheckpointError
 from vime_megatron.families.mapping import checkpoint_names
-from vime_megatron.optim import inner_optimizers
+from vime_megatron.optim import count_home, inner_optimizers
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -113,14 +112,9 @@ def _count_updates(trainer: MegatronTrainer, slots: Sequence[OptimizerSlot], man
     moments = [kind for kind in manifest["optimizer"] if kind != "param"]
     if by_group or not moments:
         return
+    settings = next((group for inner in inner_optimizers(trainer.optimizer) for group in inner.param_groups), {})
     for slot in slots:
-        slot.state["step"] = torch.tensor(float(manifest["updates"]), device=_home_of_counts(trainer, slot.master))
-
-
-def _home_of_counts(trainer: MegatronTrainer, master: Tensor) -> torch.device:
-    """Return where torch's AdamW keeps its step counts: on the CPU, but with the fused kernel."""
-    groups = [group for inner in inner_optimizers(trainer.optimizer) for group in inner.param_groups]
-    return master.device if any(group.get("fused") for group in groups) else torch.device("cpu")
+        slot.state["step"] = torch.tensor(float(manifest["updates"]), device=count_home(settings, slot.master))
 
 
 def _restore_random(trainer: MegatronTrainer, states: Sequence[Piece]) -> None:

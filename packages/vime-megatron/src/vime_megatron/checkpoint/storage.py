@@ -133,7 +133,8 @@ def _write_item(piece: Piece) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.data.shape))
     properties = TensorProperties(dtype=piece.data.dtype)
     index = MetadataIndex(piece.key, chunk.offsets)
-    return WriteItem(index, WriteItemType.SHARD, None, TensorWriteData(chunk, properties, torch.Size(piece.shape)))
+    data = TensorWriteData(chunk, properties, torch.Size(piece.shape))
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)  # by name: what stands before it differs by release
 
 
 def plan_save(peers: Peers, writer: Writer, planner: SavePlanner, folder: Path) -> tuple[SavePlan, Metadata | None]:
