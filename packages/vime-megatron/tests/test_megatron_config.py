@@ -18,6 +18,13 @@ from vime_megatron import OptimizerSettings, TrainerConfig, TrainerError
         ({"sequence_parallel": True}, "sequence_parallel"),
         ({"timeout_s": -1}, "timeout_s"),
         ({"context_parallel": 0}, "context_parallel"),
+        ({"max_sequence_length": 0}, "max_sequence_length"),
+        ({"dtype": "float16"}, r"dtype.*'float16'.*'float32', 'bfloat16'"),
+        ({"recompute": "ful"}, "recompute.*'none', 'selective', 'full'"),
+        ({"head_dtype": "fp32"}, "head_dtype"),
+        ({"attention": "SDPA"}, "attention"),
+        ({"kernels": "cuda"}, "kernels"),
+        ({"device": "gpu"}, "device"),
         ({"tensor_parallel": 4, "sequence_parallel": True, "expert_tensor_parallel": 2}, "None, 1 or tensor_parallel"),
         ({"tensor_parallel": 2, "expert_tensor_parallel": 1}, "without sequence_parallel"),
     ],
@@ -36,6 +43,7 @@ def test_trainer_settings(settings, name):
         ({"schedule": "linear", "decay_steps": 5, "warmup_steps": 5}, "decay_steps"),
         ({"beta2": 1.0}, "beta2"),
         ({"clip_grad": -1}, "clip_grad"),
+        ({"schedule": "cosin", "decay_steps": 9}, "schedule.*'constant', 'linear', 'cosine'"),
     ],
 )
 def test_optimizer_settings(settings, name):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from vime_megatron.errors import TrainerError
 
@@ -24,6 +24,13 @@ Schedule = Literal["constant", "linear", "cosine"]
 def _require(ok: bool, name: str, seen: object, expected: str) -> None:
     if not ok:
         raise TrainerError("bad trainer setting", where=name, seen=repr(seen), expected=expected)
+
+
+def _require_choices(settings: object, **choices: Any) -> None:
+    """Refuse a value that is not among its ``Literal``'s: most would be taken for another one further on."""
+    for name, kind in choices.items():
+        value, known = getattr(settings, name), get_args(kind)
+        _require(value in known, name, value, "one of " + ", ".join(map(repr, known)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +72,7 @@ class OptimizerSettings:
         Raises:
             TrainerError: A value is out of range; the text names it.
         """
+        _require_choices(self, schedule=Schedule)
         _require(self.lr > 0, "optimizer.lr", self.lr, "a positive number")
         _require(0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, f"between 0 and lr ({self.lr})")
         _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "at least 0")
@@ -149,10 +157,14 @@ class TrainerConfig:
             TrainerError: A value is out of range; the text names it.
         """
         object.__setattr__(self, "model", Path(self.model))
+        _require_choices(self, dtype=Dtype, device=Device, head_dtype=HeadDtype, recompute=Recompute)
+        _require_choices(self, kernels=KernelBackend, attention=AttentionBackend)
         for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("max_tokens_per_microbatch", "logprob_chunk_tokens"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        limit = self.max_sequence_length
+        _require(limit is None or limit >= 1, "max_sequence_length", limit, "None or at least 1")
         _require(self.temperature > 0, "temperature", self.temperature, "a positive number (greedy has no gradient)")
         _require(self.timeout_s > 0, "timeout_s", self.timeout_s, "a positive number of seconds")
         _require(
@@ -161,7 +173,6 @@ class TrainerConfig:
             self.sequence_parallel,
             "false, or tensor_parallel above 1: it shards over the tensor-parallel ranks",
         )
-
         _require(
             self.expert_tensor_parallel in (None, 1, self.tensor_parallel),
             "expert_tensor_parallel",

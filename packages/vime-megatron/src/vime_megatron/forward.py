@@ -125,10 +125,7 @@ class Forward:
         if batch.idle:
             return logprobs_k.sum() + hidden_s1m.sum() * 0.0, tokens, {}
         value, sums = loss(logprobs_k, entropy_k, batch.fields_k)
-        if value.dim() != 0:
-            raise BatchError(
-                "the loss is not a scalar", seen=f"shape {tuple(value.shape)}", expected="a sum over tokens"
-            )
+        _check_answer(value, sums)
         return value, tokens, {"loss": value.detach(), **{name: total.detach() for name, total in sums.items()}}
 
     def _scores(self, batch: MicroBatch, hidden_s1m: Tensor, *, non_loss_data: bool = True) -> dict[int, Tensor]:
@@ -140,6 +137,21 @@ class Forward:
             values[0] = 0.0
             scores[index] = values
         return scores
+
+
+def _check_answer(value: Any, sums: Any) -> None:
+    """Refuse what a loss must not return, before it is lost in a total."""
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise BatchError("the loss is not a scalar", seen=seen, expected="a sum over tokens, as a tensor")
+    wrong = [name for name, total in sums.items() if not isinstance(total, Tensor) or total.numel() != 1]
+    wrong += ["loss"] * ("loss" in sums)
+    if wrong:
+        raise BatchError(
+            "the loss's metrics cannot be added up",
+            where=", ".join(map(repr, wrong)),
+            expected="tensors of one value each, under names other than 'loss'",
+        )
 
 
 def _finalize_sums(model: list[Any], _tokens: Tensor | None = None, **groups: Any) -> None:

@@ -147,7 +147,7 @@ def connect(
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
         expert_tensor_parallel_size=config.expert_tensor_parallel,
-        distributed_timeout_minutes=max(1, round(config.timeout_s / 60)),
+        distributed_timeout_minutes=config.timeout_s / 60,
         create_gloo_process_groups=False,
     )
     return _describe(config, shape, rank, world_size)
