@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from vime_megatron.logprobs import VocabShard, token_logprobs
 
 
@@ -73,6 +77,41 @@ def test_float32_logits_leave_only_the_rounding_of_states_and_rows():
             assert (found - exact).norm() < 0.02 * exact.norm()
         errors[wide] = float((logprobs - wanted).abs().max())
     assert errors[True] < 1e-5 < 1e-2 < errors[False], "logits of 16 and more have steps of an eighth in bfloat16"
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of the storages that exist, but for those that were there before."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self._bytes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
+            if storage._cdata not in self._bytes:
+                self._bytes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._bytes.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self._bytes.values()))
+        return out
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize("tokens", [64, 512])
+def test_peak_memory_is_three_float32_chunks_however_long_the_row(dtype, wide, tokens):
+    vocab, chunk, width = 4000, 16, 4
+    hidden, weight = torch.randn(tokens, width).to(dtype).requires_grad_(), torch.randn(vocab, width).to(dtype)
+    weight = weight.requires_grad_()
+    weight.main_grad = torch.zeros(vocab, width)
+    shard = VocabShard(start=0, rows=vocab, group=None, chunk=chunk, float32_logits=wide)
+    targets = torch.arange(tokens)
+    with Alive(hidden, weight, weight.main_grad, targets) as alive:
+        logprobs, entropy = token_logprobs(hidden, weight, targets, temperature=1.0, shard=shard)
+        (logprobs.sum() + entropy.sum()).backward()
+    factors = 2 * vocab * width * 4 + 64 * tokens  # a product of the weight's shape; vectors of the row's length
+    assert alive.peak < 3 * chunk * vocab * 4 + factors
+    assert alive.peak > 2 * chunk * vocab * 4  # or nothing was counted
 
 
 def test_only_a_chunk_of_logits_exists_at_a_time(monkeypatch):

@@ -12,7 +12,7 @@ OPTIMIZER = {"lr": 0.3, "eps": 1.0, "clip_grad": 0.5, "weight_decay": 0.1}
 WHOLE_EXPERTS = {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1}
 LAYOUTS = {
     "tp2": (2, {"tensor_parallel": 2}),
-    "dp2": (2, {"max_tokens_per_microbatch": 32}),
+    "dp2": (2, {"max_tokens_per_microbatch": 20}),  # one rank has a micro-batch more
     "dp2-distributed": (2, {}),
     "tp2-sequence": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipeline_parallel": 2, "max_tokens_per_microbatch": 40}),
@@ -24,10 +24,12 @@ LAYOUTS = {
     "cp2-ep2": (2, {"context_parallel": 2, "expert_parallel": 2}),
     "whole-experts": (2, WHOLE_EXPERTS),
     "whole-experts-ep2-distributed": (2, WHOLE_EXPERTS | {"expert_parallel": 2}),
-    "ep2": (2, {"expert_parallel": 2, "max_tokens_per_microbatch": 40}),
+    "ep2": (2, {"expert_parallel": 2, "max_tokens_per_microbatch": 20}),
     "ep2-distributed": (2, {"expert_parallel": 2}),
     "tp2-pp2-sequence": (4, {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True}),
     "tp2-ep2": (4, {"tensor_parallel": 2, "expert_parallel": 2, "sequence_parallel": True}),
+    "tp2-dp2-sequence-distributed": (4, {"tensor_parallel": 2, "sequence_parallel": True}),
+    "pp2-ep2-distributed": (4, {"pipeline_parallel": 2, "expert_parallel": 2, "max_tokens_per_microbatch": 20}),
     "pp2-dp2-distributed": (4, {"pipeline_parallel": 2, "max_tokens_per_microbatch": 20}),
 }
 
@@ -53,6 +55,8 @@ CASES = [
     ("qwen3-moe", "tp2-ep2"),
     ("llama", "tp2-pp2-sequence"),
     ("qwen3-tied", "pp2-dp2-distributed"),
+    ("qwen3-tied", "tp2-dp2-sequence-distributed"),
+    ("qwen3-moe", "pp2-ep2-distributed"),
 ]
 
 
@@ -95,7 +99,7 @@ def test_a_layout_equals_one_rank(ranks, model_of, tmp_path, reference_of, kind,
     shards = [result["logprobs"] for result in results]
     merged = {index: values for shard in shards for index, values in shard.items()}
     assert merged.keys() == reference["logprobs"].keys()
-    if layout.startswith(("dp2", "ep2")) or "-dp2" in layout:
+    if layout.startswith(("dp2", "ep2", "pp2-ep2")) or "-dp2" in layout:
         assert not shards[0].keys() & shards[-1].keys()
     for index, values in merged.items():
         torch.testing.assert_close(values, reference["logprobs"][index], rtol=1e-4, atol=2e-4)
