@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch import Tensor
 from vime_megatron.kernels import PLAIN, Kernels
 from vime_megatron.kernels.plain import HeadLayout
 from vime_megatron.model.core_attention import CoreAttention
+from vime_megatron.model.linears import into_shares, out_of_shares
 from vime_megatron.model.norm import RMSNorm
 from vime_megatron.model.packing import PackedTokens
 from vime_megatron.model.recompute import accept
@@ -64,28 +64,9 @@ class StackedSelfAttention(MegatronModule):
             eps=config.layernorm_epsilon,
         )
         tp_group = getattr(pg_collection, "tp", None)
-        self.linear_qkv = ColumnParallelLinear(
-            config.hidden_size,
-            (config.num_attention_heads + 2 * config.num_query_groups) * self.head_dim,
-            config=config,
-            init_method=config.init_method,
-            bias=config.add_qkv_bias,
-            gather_output=False,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_group=tp_group,
-        )
-        self.linear_proj = RowParallelLinear(
-            config.num_attention_heads * self.head_dim,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_group=tp_group,
-        )
+        stacked = (config.num_attention_heads + 2 * config.num_query_groups) * self.head_dim
+        self.linear_qkv = into_shares(config, stacked, bias=config.add_qkv_bias, tp_group=tp_group)
+        self.linear_proj = out_of_shares(config, config.num_attention_heads * self.head_dim, tp_group=tp_group)
         self.q_layernorm = RMSNorm(config, self.head_dim, config.layernorm_epsilon) if qk_norm else None
         self.k_layernorm = RMSNorm(config, self.head_dim, config.layernorm_epsilon) if qk_norm else None
 

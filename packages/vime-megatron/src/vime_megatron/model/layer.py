@@ -24,16 +24,7 @@ class DecoderLayer(TransformerLayer):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: PackedTokens, **_: Any
     ) -> tuple[Tensor, None]:
-        """Run the layer.
-
-        Args:
-            hidden_states: ``[s, 1, m]``.
-            attention_mask: Unused: the row knows its borders.
-            packed_seq_params: The row.
-
-        Returns:
-            ``[s, 1, m]``, and no context.
-        """
+        """Run the layer; arguments as its attention's. Returns ``[s, 1, m]``, and no context."""
         normed_s1m, residual_s1m = self.input_layernorm.with_residual(hidden_states)
         attended_s1m, _bias = self.self_attention(normed_s1m, attention_mask, packed_seq_params=packed_seq_params)
         normed_s1m, residual_s1m = self.pre_mlp_layernorm.with_residual(residual_s1m, attended_s1m)

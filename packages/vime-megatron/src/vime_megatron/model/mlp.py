@@ -11,12 +11,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from vime_megatron.kernels import PLAIN, Kernels
+from vime_megatron.model.linears import into_shares, out_of_shares
 from vime_megatron.model.recompute import accept, instead_of
 
 
@@ -42,28 +42,8 @@ class GatedMLP(MegatronModule):
         """Create the two projections."""
         super().__init__(config=config)
         tp_group = tp_group if tp_group is not None else getattr(pg_collection, "tp", None)
-        self.linear_fc1 = ColumnParallelLinear(
-            config.hidden_size,
-            2 * config.ffn_hidden_size,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            gather_output=False,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_group=tp_group,
-        )
-        self.linear_fc2 = RowParallelLinear(
-            config.ffn_hidden_size,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_group=tp_group,
-        )
+        self.linear_fc1 = into_shares(config, 2 * config.ffn_hidden_size, tp_group=tp_group)
+        self.linear_fc2 = out_of_shares(config, config.ffn_hidden_size, tp_group=tp_group)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Transform ``[s, 1, m]``; returns the same shape, and no bias."""
