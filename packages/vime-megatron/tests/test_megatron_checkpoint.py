@@ -155,6 +155,36 @@ def test_regions_hold_the_folder_s_tensors_and_follow_the_optimiser(make_trainer
     assert addresses == {name: buffer.data_ptr() for name, buffer in trainer.source().buffers.items()}
 
 
+def test_nothing_else_is_replaced(make_trainer, tiny, tmp_path):
+    """A checkpoint replaces a checkpoint, an export an export; a mistyped name deletes nobody's files."""
+    trainer = make_trainer(tiny)
+    trainer.save(tmp_path / "saved")
+    trainer.export_hf(tmp_path / "hf")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("a file")
+    before = sorted(tmp_path.rglob("*"))
+    for folder, said in (("hf", r"no manifest\.json in it, but config\.json"), ("notes", "thesis"), ("file", "a file")):
+        with pytest.raises(CheckpointError, match=rf"something else in this place.*{said}.*nothing was touched"):
+            trainer.save(tmp_path / folder)
+    for folder, said in (("saved", r"no config\.json in it"), ("notes", "thesis"), ("", "file, hf, notes, saved")):
+        with pytest.raises(CheckpointError, match=rf"something else in this place.*{said}"):
+            trainer.export_hf(tmp_path / folder)
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "empty").mkdir()
+    trainer.save(tmp_path / "empty")
+    trainer.save(tmp_path / "saved")
+    trainer.export_hf(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": ["model.safetensors"]}', "{}"])
+def test_an_index_that_is_none_is_refused(make_trainer, tiny, tmp_path, text):
+    (tmp_path / "config.json").write_text((tiny / "config.json").read_text())
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match=r"index of the weights cannot be read.*weight_map"):
+        make_trainer(tmp_path)
+
+
 @pytest.mark.parametrize("fault", ["missing", "extra", "shape", "nothing", "broken"])
 def test_a_folder_that_does_not_fit_is_refused_with_names(make_trainer, tiny, tmp_path, fault):
     tensors = load_file(tiny / "model.safetensors")

@@ -357,8 +357,8 @@ class MegatronTrainer:
             The save; already complete unless it is asynchronous.
 
         Raises:
-            CheckpointError: A rank could not write (on every rank), nothing was published; or an earlier asynchronous
-                save failed and nobody has been told.
+            CheckpointError: A rank could not write (on every rank), or the folder holds something other than a
+                checkpoint: nothing was published; or an earlier asynchronous save failed and nobody has been told.
             TrainerError: State is offloaded, or ``keep`` is not positive.
         """
         from vime_megatron.checkpoint.save import save_checkpoint
@@ -403,12 +403,12 @@ class MegatronTrainer:
         Every rank must call it; rank 0 writes.
 
         Args:
-            folder: Appears when it is complete; replaces one that is there.
+            folder: Appears when it is complete; replaces a Hugging Face folder that is there.
             max_file_bytes: Largest safetensors file.
             progress: Told, on rank 0, the bytes that are written and those in all.
 
         Raises:
-            CheckpointError: Rank 0 could not write (on every rank).
+            CheckpointError: Rank 0 could not write (on every rank), or the folder holds something else.
         """
         from vime_megatron.weights.export import export_folder
 

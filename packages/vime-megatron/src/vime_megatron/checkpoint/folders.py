@@ -55,6 +55,33 @@ def together(peers: Peers, folder: Path, action: Callable[[], None]) -> None:
         ) from cause
 
 
+def check_target(peers: Peers, folder: Path, mark: str) -> None:
+    """Refuse to replace what is not of the kind that will be written: a mistyped name must not delete a home folder.
+
+    Args:
+        peers: The ranks; all must call.
+        folder: The final name.
+        mark: The file that tells the kind.
+
+    Raises:
+        CheckpointError: Something else is there; raised on all ranks, and nothing was touched.
+    """
+    problem = ""
+    if peers.rank == 0 and folder.exists():
+        inside = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else ["(a file)"]
+        if inside and mark not in inside:
+            problem = f"no {mark} in it, but {', '.join(inside[:4])}" + (" and more" if len(inside) > 4 else "")
+    problems = peers.failures(problem)
+    if problems:
+        raise CheckpointError(
+            "there is something else in this place",
+            where=str(folder),
+            seen="; ".join(problems),
+            expected=f"nothing, an empty folder, or one with {mark}, which would be replaced",
+            fix="give another name, or move away what is there; nothing was touched",
+        )
+
+
 def temporary_of(folder: Path) -> Path:
     """Return where a folder is built."""
     return folder.with_name(f".{folder.name}.writing")

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from vime_megatron.checkpoint.folders import (
     FORMAT,
     MANIFEST,
+    check_target,
     fingerprints,
     fresh,
     keep_newest,
@@ -111,6 +112,7 @@ def save_checkpoint(
     topology = trainer.topology
     peers = topology.peers
     temporary = temporary_of(folder)
+    check_target(peers, folder, MANIFEST)
     inventory = Inventory(trainer, copies=False)
     planner = SavePlanner((*inventory.model(), *inventory.optimizer(), *inventory.random()), progress)
     plan, metadata = plan_save(peers, Writer(temporary), planner, folder)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from vime_megatron.checkpoint.folders import publish
+from vime_megatron.checkpoint.folders import check_target, publish
 from vime_megatron.families.mapping import placements
 from vime_megatron.weights.writer import copy_companions, gather_tensors, write_tensors
 
@@ -22,6 +22,7 @@ def export_folder(
 ) -> None:
     """Write the folder; every rank must call."""
     topology = trainer.topology
+    check_target(topology.peers, folder, "config.json")
     placed = [placements(trainer._family.rules, trainer.shape, layout) for layout in topology.layouts]
     sizes = {place.name: prod(place.shape) for mine in placed for place in mine}
     total = sum(sizes.values()) * next(iter(trainer.params.values())).element_size()

@@ -131,7 +131,15 @@ def _some(names: set[str]) -> str:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(
+                "the index of the weights cannot be read",
+                where=str(index),
+                seen=f"{type(error).__name__}: {error}",
+                expected="a JSON object whose weight_map names each tensor's file",
+            ) from error
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
             raise ModelError("weight files are missing", where=str(index), seen=", ".join(missing) + " not found")
