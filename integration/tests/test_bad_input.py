@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
-from integration_support import POLICY
+from integration_support import POLICY, config_file
 from typer.testing import CliRunner
+from vime_grpo import load_config
 from vime_grpo.cli import app
+from vime_integration.doctor import Status
+from vime_integration.doctor.configuration import check_configuration
+from vime_integration.preflight import check_before_start, check_data, check_evaluation
+from vime_rollout.errors import ExtensionError
 
 CONFIG = """
 [model]
@@ -109,6 +115,32 @@ def test_prompt_longer_than_the_context_is_named(case: Case) -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
+def test_sources_of_ones_own_are_made_as_the_rollout_makes_them(tmp_path: Path) -> None:
+    """With their options and the tokenizer that they ask for; what cannot be made is told before the start."""
+    own = ["data.kind=custom", "data.source=own_code:Sums", "data.options.size=40"]
+    held_out = ["evaluation.every=1", "evaluation.kind=custom", "evaluation.source=own_code:Sums", "evaluation.size=8"]
+    path = config_file(tmp_path, steps=1, save_every=0)
+    path.write_text(re.sub(r"(?s)kind = .reasoning_gym.*?(?=\[rollout\])", "", path.read_text(), count=1))
+    config = load_config(path, [*own, *held_out])
+    check_before_start(config)
+    assert check_data(config) == "own_code:Sums"
+    assert check_evaluation(config) == "8 prompts of own_code:Sums"
+    found = {check.name: check.status for check in check_configuration(config)}
+    assert found["config.data"] == found["config.evaluation"] == found["config.preflight"] == Status.OK
+    for wrong in ("data.options.sise=40", "evaluation.options.sise=40"):
+        with pytest.raises(ExtensionError, match="sise"):
+            check_before_start(load_config(path, [*own, *held_out, wrong]))
+
+
+def test_a_router_that_is_not_installed_is_told_before_engines_start(case: Case, monkeypatch) -> None:
+    monkeypatch.setattr("vime_integration.preflight.find_spec", lambda _name: None)
+    code, text = case.run("--set", "engine.router=true")
+    assert code == 4
+    assert "vllm-router is not installed" in text
+    assert "pip install 'vime-rollout[router]'" in text
+    assert not (case.folder / "run").exists()
+
+
 def test_engine_that_cannot_start_shows_the_end_of_its_log(case: Case) -> None:
     code, text = case.run("--set", 'engine.extra_args=["--no-such-argument"]')
     assert code == 4

@@ -137,8 +137,8 @@ class Pipeline(ABC):
         """Run one step and count it; return its metrics and its rollout."""
 
     def _finish_step(self, metrics: dict[str, float], rollout: RolloutReport) -> None:
-        evaluation = self._config.evaluation
-        if evaluation.every and self._step % evaluation.every == 0:
+        every, last = self._config.evaluation.every, self._config.pipeline.steps
+        if every and (self._step % every == 0 or self._step == last):
             metrics |= self._evaluate()
         metrics |= process_gauges(self._fleet.pids()) | self._fleet.counts()
         alarms = self._guarding.check(self._step, metrics, rollout.why_zero)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from vime_grpo import RunConfig
 from vime_megatron import check_model
-from vime_rollout import load_filter, load_generate, load_source, open_data_source
+from vime_rollout import DataConfig, Encoder, load_filter, load_generate, load_source, open_data_source
 
-from vime_integration.errors import BundleError
+from vime_integration.errors import BundleError, PipelineError
 from vime_integration.translate import data_config, evaluation_data_config
 
 #: A bundle holds the weights, float32 master weights and two moments: at most this many times the model folder.
@@ -22,31 +24,77 @@ BUNDLE_FACTOR = 7
 
 
 def check_before_start(config: RunConfig) -> None:
-    """Check the model folder, the data and the disk.
+    """Check the model folder, the data, code of the user's own, the router and the disk.
 
     Raises:
         ModelError: The folder is missing, damaged or of an unsupported architecture.
         DataError: The data is missing, empty, or a line or row of it is broken (it is named).
+        PipelineError: A package that the configuration asks for is not installed.
         BundleError: The disk cannot hold the checkpoints that the run will keep.
     """
     check_model(config.model.path)
-    # Token counts are the rollout's to check: it has the tokenizer, which takes seconds to load.
-    if config.data.kind != "custom":
-        open_data_source(dataclasses.replace(data_config(config), max_prompt_tokens=None))
+    check_data(config)
+    check_evaluation(config)
     _load_own_code(config)
-    if config.evaluation.enabled:
-        open_data_source(dataclasses.replace(evaluation_data_config(config), max_prompt_tokens=None))
+    if config.engine.router and find_spec("vllm_router") is None:
+        raise PipelineError(
+            "vllm-router is not installed",
+            where="engine.router",
+            expected="the package vllm-router",
+            fix="pip install 'vime-rollout[router]', or set engine.router = false: requests are then dealt out",
+        )
     _check_disk(config)
 
 
+def check_data(config: RunConfig) -> str:
+    """Open what the run trains on.
+
+    Returns:
+        What it is, for people.
+
+    Raises:
+        RolloutError: It is missing, empty or broken, or the class cannot be found.
+    """
+    data = config.data
+    if data.kind == "custom":
+        return _own_source(config, data.source or "", data.options)
+    return f"{data.kind} with {_open(data_config(config))} prompts an epoch"
+
+
+def check_evaluation(config: RunConfig) -> str:
+    """Open what the run evaluates on, if it does.
+
+    Returns:
+        What it is, for people; empty where nothing is evaluated.
+
+    Raises:
+        RolloutError: It is missing, empty or broken, or the class cannot be found.
+    """
+    section = config.evaluation
+    if not section.enabled:
+        return ""
+    if section.kind == "custom":
+        return f"{section.size} prompts of {_own_source(config, section.source or '', section.options)}"
+    return f"{section.kind} with {_open(evaluation_data_config(config))} prompts"
+
+
+def _open(data: DataConfig) -> int:
+    """Open data and return its length; token counts are the rollout's to check, which has the tokenizer."""
+    return len(open_data_source(dataclasses.replace(data, max_prompt_tokens=None)))
+
+
+def _own_source(config: RunConfig, path: str, options: dict[str, Any]) -> str:
+    """Make a source as the rollout will make it, with the tokenizer that it may ask for."""
+    load_source(path, options, encoder=Encoder(config.model.path))
+    return path
+
+
 def _load_own_code(config: RunConfig) -> None:
-    """Find every function that the configuration names by its dotted path; one that cannot be called is told here."""
+    """Find the functions that the configuration names by their dotted paths; one that cannot be called is told here."""
     if config.rollout.filter:
         load_filter(config.rollout.filter, config.rollout.filter_options)
     if config.rollout.generate:
         load_generate(config.rollout.generate, config.rollout.generate_options)
-    if config.data.kind == "custom":
-        load_source(config.data.source or "", config.data.options)
 
 
 def _check_disk(config: RunConfig) -> None:

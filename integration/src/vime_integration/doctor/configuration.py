@@ -18,7 +18,7 @@ from vime_grpo import RunConfig
 from vime_grpo.launch import find_pipeline
 from vime_megatron import ModelShape, check_model
 from vime_megatron.memory import count_parameters
-from vime_rollout import load_reward, open_data_source
+from vime_rollout import load_reward
 
 from vime_integration.budget import budget, settle, trainer_plan
 from vime_integration.device_memory import DeviceMemory, ask_memory
@@ -27,9 +27,8 @@ from vime_integration.doctor.host import available_memory, shm_free
 from vime_integration.foreign import look_at_foreign
 from vime_integration.needs import WIDTHS, PhaseNeed, bundle_bytes, cpu_needs
 from vime_integration.placement import place
-from vime_integration.preflight import check_before_start
+from vime_integration.preflight import check_before_start, check_data, check_evaluation
 from vime_integration.sharing import choose
-from vime_integration.translate import data_config
 
 TIGHT = 0.95  # of a budget: the estimate of activations is not exact
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -102,10 +101,9 @@ def _model(config: RunConfig) -> Iterator[Check]:
 
 
 def _data(config: RunConfig) -> Iterator[Check]:
-
-    # Lengths need the tokenizer, which takes seconds to load: the rollout checks them when it starts.
-    source = open_data_source(dataclasses.replace(data_config(config), max_prompt_tokens=None))
-    yield Check("config.data", Status.OK, f"{config.data.kind} with {len(source)} prompts an epoch")
+    yield Check("config.data", Status.OK, check_data(config))
+    if held_out := check_evaluation(config):
+        yield Check("config.evaluation", Status.OK, held_out)
 
 
 def _reward(config: RunConfig) -> Iterator[Check]:

@@ -1,7 +1,8 @@
 """Guards: what must not go unseen in a run, each with a threshold and an action.
 
 A guard looks at the metrics of a step and raises an alarm when they cross its threshold. What follows is the caller's:
-an alarm whose action is ``stop`` ends the run after what can be saved is saved, ``warn`` is shown and the run goes on.
+an alarm whose action is ``stop`` ends the run, whose last save stays the newest (what tripped a guard is not worth
+keeping), ``warn`` is shown and the run goes on.
 A guard whose action is ``off`` looks at nothing.
 
 ================== =========================================== =====================================================

@@ -75,7 +75,7 @@ class EvaluationSection(Section):
 
 
 class GuardsSection(Section):
-    """What must not go unseen: each guard warns, stops the run (after saving what can be saved), or is off."""
+    """What must not go unseen: each guard warns, stops the run (without a save: the last one stays), or is off."""
 
     logprob_difference: Positive = Field(
         default=0.1,
