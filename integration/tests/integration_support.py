@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -64,6 +66,79 @@ def config_file(folder: Path, *, steps: int, save_every: int) -> Path:
     return path
 
 
+OWN = """
+[data]
+kind = "custom"
+source = "own_code:Sums"
+options = { seed = 3, size = 400 }
+[evaluation]
+every = 2
+kind = "custom"
+source = "own_code:Sums"
+options = { seed = 99, size = 8 }
+size = 8
+samples_per_prompt = 2
+temperature = 0.7
+pass_k = [1, 2]
+[reward]
+path = "own_code:equals"
+options = { right = 1.0 }
+[rollout]
+generate = "own_code:noted"
+generate_options = { note = "of one's own" }
+filter = "own_code:has_answers"
+filter_options = { least = 1 }
+"""
+
+
+def own_config_file(folder: Path, *, steps: int, save_every: int) -> Path:
+    """Write the same configuration with code of one's own (`own_code`) at every point that takes it."""
+    path = config_file(folder, steps=steps, save_every=save_every)
+    sections = dict(re.findall(r"(?m)^(\[\w+\])\n((?:[^\[].*\n)*)", path.read_text()))
+    own = dict(re.findall(r"(?m)^(\[\w+\])\n((?:[^\[].*\n)*)", OWN))
+    own["[rollout]"] = sections["[rollout]"] + own["[rollout]"]
+    path.write_text("".join(f"{name}\n{keys}" for name, keys in (sections | own).items()))
+    return path
+
+
+class SomebodyElse:
+    """Keeps engines in a process of its own; see `somebody_else`."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("somebody_else.py")),
+            str(POLICY),
+            str(folder),
+            str(count),
+        ]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def says(self) -> list[Any]:
+        """Return what the process says next."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the engines ended: {self._process.wait(60)}"
+        return json.loads(line)
+
+    def engines(self) -> list[tuple[int, int]]:
+        """Return the version and the number of answered requests of each engine, after it has made a token."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return [(version, answered) for version, answered in self.says()]
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        finally:
+            self._process.kill()
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+
+
 class Launch:
     """One `vime-grpo train` process and what it leaves behind."""
 
@@ -71,7 +146,9 @@ class Launch:
         self.output = output
         # The marker finds every process of the run, also those that the driver's death makes orphans.
         self.marker = f"run-{os.getpid()}-{time.monotonic_ns()}"
-        environment = {**os.environ, "VIME_TEST_MARKER": self.marker}
+        # As a user does who has code of their own beside the configuration.
+        own = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "VIME_TEST_MARKER": self.marker, "PYTHONPATH": own}
         with output.open("ab") as stream:
             self.process = subprocess.Popen(
                 [str(LAUNCHER), "train", *arguments], stdout=stream, stderr=subprocess.STDOUT, env=environment

@@ -1,23 +1,27 @@
 """The whole pipeline with the real vLLM, the real Megatron-Core and the real Ray, killed and resumed.
 
-One uninterrupted run is the reference. A second one, with the same configuration, has its driver killed with SIGKILL
-and is resumed; what it logs after that is compared with the reference, number by number.
+One uninterrupted run is the reference; it uses two engines that somebody else started, behind vllm-router. A second
+one, with an engine of its own, has that and its driver killed with SIGKILL and is resumed; what it logs is compared
+with the reference, number by number. Prompts, reward, filter and generate function are the user's own code in both.
 """
 
 from __future__ import annotations
 
+import json
 import signal
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from integration_support import POLICY, Launch, config_file, orphaned_memory, rows
+from integration_support import POLICY, Launch, SomebodyElse, orphaned_memory, own_config_file, rows
 from safetensors.torch import load_file
 from vime_grpo import read_samples, read_timeline
 from vime_integration.ledger import read_ledger
 from vime_rollout import Encoder
 
 STEPS = 4
+ENGINES = 2
+SAMPLES = STEPS * 32 * 8
 SAVE_EVERY = 2
 START_S = 240.0
 STEP_S = 60.0
@@ -25,7 +29,8 @@ GONE_S = 45.0
 CLOCK_S = 1e-3  # times are rounded to a tenth of a millisecond
 
 # Wall times and memory differ from run to run; everything else may not. The engine's logprobs depend in their last bits
-# on which requests happened to share a batch; they are only compared with, so rewards, losses and gradients do not.
+# on which requests happened to share a batch; they are only compared with, so rewards, losses and gradients do not. And
+# two engines read the weights twice.
 VARIES = (
     "perf/",
     "_time",
@@ -34,11 +39,12 @@ VARIES = (
     "proc/",
     "memory/",
     "engine/restarts",
+    "sync/bytes",
 )
 
 
 def write_config(folder: Path) -> Path:
-    return config_file(folder, steps=STEPS, save_every=SAVE_EVERY)
+    return own_config_file(folder, steps=STEPS, save_every=SAVE_EVERY)
 
 
 def comparable(row: dict[str, float]) -> dict[str, float]:
@@ -47,14 +53,24 @@ def comparable(row: dict[str, float]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nobody disturbed."""
+    """The run that nobody disturbed, with engines that it did not start, and does not end."""
     folder = tmp_path_factory.mktemp("reference")
-    run = Launch(str(write_config(folder)), output=folder / "output.txt")
+    somebody = SomebodyElse(folder, ENGINES)
     try:
-        assert run.wait(START_S + STEPS * STEP_S) == 0, run.text()
-        assert run.until_gone(GONE_S) == []
+        urls = somebody.says()
+        foreign = ["engine.count=0", f"engine.urls={json.dumps(urls)}", "engine.router=true"]
+        arguments = [word for setting in foreign for word in ("--set", setting)]
+        run = Launch(str(write_config(folder)), *arguments, output=folder / "output.txt")
+        try:
+            assert run.wait(START_S + STEPS * STEP_S) == 0, run.text()
+            assert run.until_gone(GONE_S) == []
+        finally:
+            run.kill_all()
+        after = somebody.engines()
+        assert [version for version, _ in after] == [STEPS + 1] * ENGINES, "they live, and serve the last weights"
+        assert all(answered > SAMPLES / 10 for _, answered in after), f"both took part: {after}"
     finally:
-        run.kill_all()
+        somebody.end()
     return folder / "run"
 
 
@@ -89,7 +105,10 @@ def test_a_run_learns_agrees_and_leaves_what_it_promises(reference: Path) -> Non
     assert trained.keys() == initial.keys()
     assert any(not trained[name].equal(initial[name]) for name in trained)
     names = {path.name for path in (reference / "logs").iterdir()}
-    assert {"driver.log", "engine-0.log", "rollout.log", "trainer-0.log"} <= names
+    assert {"driver.log", "router.log", "rollout.log", "trainer-0.log"} <= names
+    for row in log[SAVE_EVERY - 1 :: SAVE_EVERY]:
+        assert 0 <= row["eval/pass@1"] <= row["eval/pass@2"] <= 1
+        assert row["eval/samples"] == 16
 
 
 @pytest.mark.engine

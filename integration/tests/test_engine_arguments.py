@@ -1,11 +1,20 @@
-"""What vime-grpo takes a server's arguments for is what the installed vLLM makes of them."""
+"""Arguments of a server: what vime-grpo takes them for, what the README says, what the installed vLLM makes of them."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
+from integration_support import config_file
+from vime_grpo import load_config
 from vime_grpo.config.engine_arguments import FIXED, OVERRIDES, SETTINGS, model_overrides
+from vime_integration.translate import head_arguments
+from vime_rollout import EngineConfig
+from vime_sync import engine_arguments, engine_environment
 
 WIDE = '{"head_dtype": "float32"}'
 
@@ -45,3 +54,34 @@ def test_overrides_are_read_as_vllm_reads_them(arguments: list[str]) -> None:
     parser.add_argument(OVERRIDES, type=json.loads)
     parser.add_argument("--max-num-seqs")
     assert model_overrides(arguments) == parser.parse_args(arguments).hf_overrides
+
+
+def test_the_command_for_an_engine_of_ones_own_is_what_a_run_would_give_it(tmp_path: Path) -> None:
+    """As the README says it, word by word; what depends on the machine and the model is left out."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (block,) = re.findall(r"(?s)```sh\n(VLLM_SERVER_DEV_MODE.*?)```", readme)
+    words = shlex.split(block.replace("\\\n", " "))
+    variables = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: "=" in word, words))
+    config = load_config(config_file(tmp_path, steps=1, save_every=0), ["engine.dtype=bfloat16"])
+    ours = EngineConfig(
+        model="MODEL",
+        max_model_len=4096,
+        arguments=(*engine_arguments(weights="dummy"), *head_arguments(config)),
+        environment=engine_environment(),
+    )
+    assert variables.items() <= ours.child_environment({}).items()
+    assert variables.keys() == {"VLLM_SERVER_DEV_MODE", *engine_environment()}
+    machine = {"--served-model-name", "--dtype", "--seed", "--tensor-parallel-size", "--disable-uvicorn-access-log"}
+    assert _options(words) == {
+        name: value for name, value in _options(ours.command(8000)).items() if name not in machine
+    }
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    """Return options with their values; of switches the value is empty."""
+    following = [*words[1:], "--"]
+    return {
+        word: "" if after.startswith("--") else after
+        for word, after in zip(words, following, strict=True)
+        if word.startswith("--")
+    }

@@ -29,7 +29,15 @@ SETTINGS = {
     "--weight-transfer-config": "the section [sync]",
 }
 #: Arguments that the run relies on and offers no choice of.
-FIXED = ("--host", "--port", "--served-model-name", "--logprobs-mode")
+FIXED = (
+    "--host",
+    "--port",
+    "--served-model-name",
+    "--logprobs-mode",
+    "--load-format",
+    "--model-loader-extra-config",
+    "--worker-extension-cls",
+)
 
 
 def argument_problems(model: ModelSection, engine: EngineSection) -> list[str]:

@@ -159,7 +159,7 @@ class TrainerSection(Section):
         description="Tokens whose logits exist at one time; bounds the memory of the vocabulary projection.",
     )
     seed: NonNegativeInt = Field(default=0, description="Seed of everything random in the trainer.")
-    threads: NonNegativeInt = Field(default=0, description="CPU threads of one rank; 0 leaves torch's default.")
+    threads: NonNegativeInt = Field(default=0, description="CPU threads of one rank; 0 shares out the cores.")
     step_deadline_s: Positive = Field(default=1800.0, description="Seconds one phase of the trainer may take.")
 
     @property
