@@ -124,6 +124,20 @@ def test_state_leaves_the_device_only_where_there_is_no_room_for_both(large: Pat
     assert settle(together, seats, 400 * GIB) == together, "it trains while engines generate"
 
 
+def test_engines_of_somebody_else_take_nothing_of_the_trainers_devices(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = configured(large, "engine.count=0", "engine.urls=['http://127.0.0.1:9']")
+    seats = place(foreign, Platform.CUDA, child_environment(Platform.CUDA, own=[0], node=[0], base={}).env)
+    (only,) = budget(foreign, seats, 400 * GIB)
+    assert (only.name, list(only.parts)) == ("train", ["trainer"])
+    monkeypatch.setattr("vime_integration.budget.ask_memory", lambda: [DeviceMemory("made up", "sm_90", 0, 400 * GIB)])
+    assert check_budget(foreign, seats).trainer.offload == "off", "there is nobody to make room for"
+    monkeypatch.setattr("vime_integration.budget.ask_memory", lambda: [DeviceMemory("made up", "sm_90", 0, 24 * GIB)])
+    with pytest.raises(PlacementError, match="train: trainer"):
+        check_budget(foreign, seats)
+
+
 def test_a_run_that_does_not_fit_is_refused_before_it_starts(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(large)
     seats = place(config, Platform.CUDA, child_environment(Platform.CUDA, own=[0], node=[0], base={}).env)

@@ -35,7 +35,7 @@ def check_budget(config: RunConfig, placement: Placement) -> RunConfig:
     Raises:
         PlacementError: A phase does not fit, or no device can be asked.
     """
-    if placement.platform is Platform.CPU or not placement.engines:
+    if placement.platform is Platform.CPU:
         return config
     try:
         devices = ask_memory()

@@ -12,7 +12,8 @@ who gives back what (nobody, where an asynchronous run shares devices)::
     train            the trainer's peak, and the engine's share: its context only where it sleeps
     update_weights   the trainer's whole state, and the engine's share: its weights only where it slept
 
-An engine that runs on the trainer's memory has no weights of its own.
+An engine that runs on the trainer's memory has no weights of its own. One that somebody else started is where he put
+it, and only the trainer is asked about.
 
 On a CPU every process lives side by side in one memory, so there is one sum.
 """
@@ -110,14 +111,17 @@ def gpu_needs(
         sharing: Who gives back what; without meaning where trainer and engines are apart.
     """
     engine = config.engine
+    smaller = "raise trainer.tensor_parallel, set trainer.activation_recompute, or lower max_tokens_per_microbatch"
+    training = PhaseNeed("train", {"trainer": plan.total}, device_bytes, smaller)
+    if not engine.count:
+        return [training]
     share = int(engine.gpu_memory_utilization * device_bytes)
     context = (engine.max_model_len or config.rollout.max_context_tokens) * kv_bytes_per_token(shape, config)
     weights = 0 if sharing.aliased else engine_weights(shape, config)
     inside = {"weights": weights, "one context of KV cache": context, "reserve": ENGINE_RESERVE}
     needs = [PhaseNeed("engine", inside, share, "raise engine.gpu_memory_utilization or engine.tensor_parallel")]
-    smaller = "raise trainer.tensor_parallel, set trainer.activation_recompute, or lower max_tokens_per_microbatch"
     if apart(config):
-        return [*needs, PhaseNeed("train", {"trainer": plan.total}, device_bytes, smaller)]
+        return [*needs, training]
     state = CONTEXT + plan.weights + plan.gradients + plan.optimizer
     kept = CONTEXT + plan.weights if sharing.offloads else state
     asleep = CONTEXT if sharing.sleeps else share

@@ -40,7 +40,7 @@ OFFLOADED: tuple[Literal["gradients", "optimizer"], ...] = ("gradients", "optimi
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What one training phase did; the same on every rank, but for the memory.
+    """What one training phase did; the same on every rank, but for memory and times.
 
     Attributes:
         updates: Metrics of each optimiser step, in order.
