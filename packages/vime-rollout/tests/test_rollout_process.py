@@ -7,19 +7,25 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from vime_rollout import EngineConfig
 from vime_rollout.engine.process import EngineProcess
+from vime_rollout.engine.scratch import make_scratch
 from vime_rollout.engine.vllm import check_port, free_port
 from vime_rollout.errors import EngineStartError
 
 #: A tree of three: a parent that ignores SIGTERM, a child in a session of its own, and an orphan that the child left.
+#: The parent has a socket in its temporary folder, as vLLM does.
 TREE = """
-import os, signal, subprocess, sys, time
+import os, signal, socket, subprocess, sys, tempfile, time
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(os.path.join(tempfile.gettempdir(), "x" * 36))
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
 child = f"import subprocess, sys; subprocess.Popen({sleep!r}, start_new_session=True)"
@@ -60,6 +66,8 @@ def grown(tmp_path):
     (command,) = (p.pid for p in psutil.Process(warden).children() if "SIG_IGN" in p.cmdline()[-1])
     members = process.members()
     assert len(members) == 5
+    (entry,) = process.scratch.iterdir()
+    assert entry.is_socket()
     return process, {"keeper": process.pid, "warden": warden, "command": command}, members
 
 
@@ -69,6 +77,7 @@ def test_stop_ends_the_whole_tree(tmp_path, forced):
     assert process.stop(forced=forced) == 128 + signal.SIGKILL
     assert alive(members) == []
     assert process.members() == []
+    assert not process.scratch.exists()
     assert process.stop() == 128 + signal.SIGKILL
 
 
@@ -95,6 +104,7 @@ def test_the_tree_ends_when_one_of_its_guards_or_its_command_is_killed(tmp_path,
         os.kill(roles[victim], signal.SIGKILL)
     until(lambda: alive(members) == [])
     assert process.wait(15) == 128 + signal.SIGKILL
+    until(lambda: not process.scratch.exists())  # nobody had to ask for it
     process.stop()
 
 
@@ -121,23 +131,25 @@ OWNER = """
     process = EngineProcess([sys.executable, "-c", sys.argv[2]], dict(os.environ), log, grace_s=0.2, name="e")
     while "up" not in process.log_tail():
         time.sleep(0.02)
-    print(*process.members(), flush=True)
+    print(process.scratch, *process.members(), flush=True)
     time.sleep(300)
 """
 
 
 @pytest.fixture
 def owner(tmp_path):
-    """A process that owns ``TREE``, and the members of the tree."""
+    """A process that owns ``TREE``, and the members of the tree; whatever is done to it, nothing may be left."""
     command = [sys.executable, "-c", textwrap.dedent(OWNER), str(tmp_path / "log"), TREE]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    members = [int(p) for p in parent.stdout.readline().split()]
+    scratch, *words = parent.stdout.readline().split()
+    members = [int(p) for p in words]
     assert len(alive(members)) == 5
     yield parent, members
     parent.kill()
     parent.wait(10)
     parent.stdout.close()
     until(lambda: alive(members) == [])
+    until(lambda: not Path(scratch).exists())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -171,6 +183,7 @@ def test_the_tree_is_swept_when_both_guards_were_killed(tmp_path):
     for role in ("keeper", "warden"):
         os.kill(roles[role], signal.SIGKILL)
     process.stop()
+    assert not process.scratch.exists()
     until(lambda: alive(session) == [])
     for pid in alive(members):  # those that left the session and lost both parents are beyond reach: end them here
         os.kill(pid, signal.SIGKILL)
@@ -214,6 +227,39 @@ def test_a_restart_does_not_tell_of_the_run_before(tmp_path):
     assert second.log_tail() == "new"
     first.stop()
     second.stop()
+
+
+@pytest.fixture
+def short():
+    """A temporary folder with a path short enough for what vLLM puts below it; pytest's own is not."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        yield Path(folder)
+
+
+def test_what_is_shared_stays_where_it_was(short):
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    folder, environment = make_scratch({"A": "1", "TMPDIR": str(short)}, name="e")
+    assert folder.parent == short
+    assert (environment["A"], environment["TMPDIR"], environment["RAY_TMPDIR"]) == ("1", str(folder), str(short))
+    assert Path(environment["TORCHINDUCTOR_CACHE_DIR"]) == short / Path(default_cache_dir()).name
+    assert next(iter(environment)) == "A"  # see make_scratch
+    mine = {"TORCHINDUCTOR_CACHE_DIR": "/cache", "RAY_TMPDIR": "/ray", "TMPDIR": str(short)}
+    other, environment = make_scratch(mine, name="e")
+    assert other != folder
+    assert environment == mine | {"TMPDIR": str(other)}
+
+
+def test_a_temporary_folder_that_cannot_be_used_is_told_before_anything_starts(short):
+    deep = short / ("d" * 60)
+    deep.mkdir()
+    with pytest.raises(EngineStartError, match="too long for unix sockets"):
+        make_scratch({"TMPDIR": str(deep)}, name="e")
+    assert list(deep.iterdir()) == []
+    folder, _ = make_scratch({"TMPDIR": str(deep), "VLLM_RPC_BASE_PATH": str(short)}, name="e")
+    assert folder.parent == deep
+    with pytest.raises(EngineStartError, match="no temporary folder"):
+        make_scratch({"TMPDIR": str(short / "none")}, name="e")
 
 
 def test_a_busy_port_names_who_has_it():

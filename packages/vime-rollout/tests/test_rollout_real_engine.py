@@ -373,7 +373,8 @@ async def test_a_hung_core_answers_health_but_no_probe(engine):
 
 @pytest.mark.parametrize("victim", ["VLLM::EngineCore", "api_server"])
 async def test_a_killed_engine_is_told_with_its_log(engine, victim):
-    pids = engine.pids
+    pids, scratch = engine.pids, engine._process.scratch
+    assert any(path.is_socket() for path in scratch.iterdir())  # that is where vLLM puts what it would leave
     running = asyncio.create_task(engine.generate(request(CONTEXT - 8)))
     await asyncio.sleep(0.1)
     (target,) = [p for p in pids if victim in _line(p) and "warden" not in _line(p)]
@@ -389,6 +390,7 @@ async def test_a_killed_engine_is_told_with_its_log(engine, victim):
     with pytest.raises(EngineDeadError):
         await engine.health()
     assert _living(pids) == []
+    assert not scratch.exists()
 
 
 async def test_a_hung_engine_is_restarted_under_a_rollout_that_does_not_notice(engine, tiny_model):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -31,18 +33,26 @@ def test_nothing_is_left_when_the_owner_is_killed(tiny_model, tmp_path):
                               log_path={str(tmp_path / "engine.log")!r})
         asyncio.run(VLLMEngine(config).start())
     """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(owner)])
-    tree: list[psutil.Process] = []
-    deadline = time.monotonic() + 120
-    while not any("EngineCore" in line_of(p) or "spawn_main" in line_of(p) for p in tree):
-        assert time.monotonic() < deadline
-        assert parent.poll() is None
-        time.sleep(0.2)
-        tree = [p for p in psutil.Process(parent.pid).children(recursive=True) if p.is_running()]
-    parent.kill()
-    parent.wait(10)
-    _, alive = psutil.wait_procs(tree, timeout=20)
-    assert alive == []
+    with tempfile.TemporaryDirectory(prefix="t-") as temporary:  # pytest's own has too long a path for vLLM's sockets
+        environment = os.environ | {"TMPDIR": temporary}
+        parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(owner)], env=environment)
+        tree: list[psutil.Process] = []
+        deadline = time.monotonic() + 120
+        while not (sockets(temporary) and any("EngineCore" in line_of(p) or "spawn_main" in line_of(p) for p in tree)):
+            assert time.monotonic() < deadline
+            assert parent.poll() is None
+            time.sleep(0.2)
+            tree = [p for p in psutil.Process(parent.pid).children(recursive=True) if p.is_running()]
+        parent.kill()
+        parent.wait(10)
+        _, alive = psutil.wait_procs(tree, timeout=20)
+        assert alive == []
+        assert [p for p in Path(temporary).iterdir() if not p.name.startswith("torchinductor_")] == []  # a cache stays
+
+
+def sockets(folder):
+    """Return the unix sockets below a folder."""
+    return [path for path in Path(folder).rglob("*") if path.is_socket()]
 
 
 def test_the_example_of_the_readme_runs(tiny_model, tmp_path):

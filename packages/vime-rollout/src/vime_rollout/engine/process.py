@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from vime_rollout.engine import warden
+from vime_rollout.engine.scratch import make_scratch
 from vime_rollout.errors import EngineError
 
 _TAIL_BYTES = 256 * 1024
@@ -33,11 +34,11 @@ _SECONDARY = ("See root cause above", "EngineDeadError", "Engine core initializa
 
 
 class EngineProcess:
-    """One command under keeper and warden, with its output in a log file.
+    """One command under keeper and warden, with its output in a log file and a temporary folder of its own.
 
     Args:
         command: What to run.
-        environment: Its whole environment.
+        environment: Its whole environment, less what ``make_scratch`` puts into it.
         log_path: Where stdout and stderr go; appended to, so that a restart keeps the history.
         grace_s: Seconds between the polite and the forced end.
         name: Name of the engine, for errors.
@@ -46,22 +47,32 @@ class EngineProcess:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log_path: Path, *, grace_s: float, name: str
     ) -> None:
-        """Start the command."""
+        """Start the command.
+
+        Raises:
+            EngineStartError: When there can be no temporary folder for it.
+        """
         self.log_path = log_path
         self._name = name
         self._grace_s = grace_s
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        wrapped = [sys.executable, "-P", "-S", str(Path(warden.__file__)), str(grace_s), *command]
+        self._scratch, environment = make_scratch(environment, name=name)
+        wrapped = [sys.executable, "-P", "-S", warden.__file__, str(grace_s), str(self._scratch), *command]
         with log_path.open("ab") as log:
             self._log_start = log.tell()
             self._keeper = subprocess.Popen(  # noqa: S603 - the command is the caller's
-                wrapped, env=dict(environment), stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+                wrapped, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
 
     @property
     def pid(self) -> int:
         """Process id of the keeper, which is also the session id of the tree."""
         return self._keeper.pid
+
+    @property
+    def scratch(self) -> Path:
+        """The tree's temporary folder; gone once the tree is."""
+        return self._scratch
 
     def poll(self) -> int | None:
         """Return the exit code once the command has ended, else ``None``."""
@@ -117,6 +128,7 @@ class EngineProcess:
             self._keeper.poll()
             time.sleep(_POLL_S)
         self._keeper.wait(5.0)
+        warden.remove(self._scratch)  # for the case that both guards were killed
         code = self.poll()
         assert code is not None, "it was waited for"
         return code

@@ -17,10 +17,10 @@ the warden, which is nobody's direct child, still does its work. These mechanism
 * the command gets a parent-death signal, in case both are killed at one time.
 
 The end is polite first (SIGTERM to the command), forced after a grace period (SIGKILL to everything below). The owner
-orders it by closing the pipe, or the forced end alone by writing ``FORCE`` before. The exit code is the command's, or
-128 + the signal that ended it.
+orders it by closing the pipe, or the forced end alone by writing ``FORCE`` before. Then the tree's temporary folder is
+removed: what was killed has left its sockets there. The exit code is the command's, or 128 + the signal that ended it.
 
-Usage: ``python -P -S warden.py GRACE_SECONDS COMMAND [ARGUMENT ...]``
+Usage: ``python -P -S warden.py GRACE_SECONDS TEMPORARY_FOLDER COMMAND [ARGUMENT ...]``
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +88,13 @@ def clear(root: int) -> None:
     reap()
 
 
+def remove(folder: Path) -> None:
+    """Remove the tree's temporary folder, once nobody is left who writes to it; what cannot be removed is told."""
+    shutil.rmtree(folder, ignore_errors=True)  # keeper, warden and owner may be at it together
+    if folder.exists():
+        sys.stderr.write(f"the temporary folder of an engine stays behind: {folder}\n")
+
+
 def reap() -> dict[int, int]:
     """Collect all ended children (adopted ones too) and return their exit codes by process id."""
     ended: dict[int, int] = {}
@@ -107,12 +115,14 @@ class Warden:
     Args:
         command: What to run.
         grace_s: Seconds between SIGTERM and SIGKILL.
+        scratch: The tree's temporary folder.
         keeper: Process id of the keeper.
     """
 
-    def __init__(self, command: list[str], grace_s: float, keeper: int) -> None:
+    def __init__(self, command: list[str], grace_s: float, scratch: Path, keeper: int) -> None:
         """Become a subreaper and start the command."""
         self._keeper = keeper
+        self._scratch = scratch
         self._grace_s = grace_s
         self._stop = False
         self._code: int | None = None
@@ -137,6 +147,7 @@ class Warden:
             while self._look() is None and time.monotonic() < deadline:
                 time.sleep(0.02)
         clear(os.getpid())
+        remove(self._scratch)
         return _KILLED if self._code is None else self._code
 
     def _ordered(self) -> bool:
@@ -156,17 +167,19 @@ class Keeper:
     Args:
         command: What to run.
         grace_s: Seconds between SIGTERM and SIGKILL.
+        scratch: The tree's temporary folder.
     """
 
-    def __init__(self, command: list[str], grace_s: float) -> None:
+    def __init__(self, command: list[str], grace_s: float, scratch: Path) -> None:
         """Become a subreaper and fork the warden."""
         self._owner = os.getppid()
+        self._scratch = scratch
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's affair; it ends us when it wants
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         keeper = os.getpid()
         self._warden = os.fork()
         if self._warden == 0:
-            _exit(lambda: Warden(command, grace_s, keeper).run())
+            _exit(lambda: Warden(command, grace_s, scratch, keeper).run())
         signal.signal(signal.SIGTERM, self._pass_on)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
@@ -185,6 +198,7 @@ class Keeper:
                 if os.getppid() != self._owner:
                     self._pass_on(signal.SIGTERM, None)
         clear(os.getpid())
+        remove(self._scratch)
         return code
 
 
@@ -202,7 +216,7 @@ def _exit(run: Callable[[], int]) -> NoReturn:
 
 def main() -> int:
     """Run keeper and warden for the command in ``sys.argv``."""
-    return Keeper(sys.argv[2:], float(sys.argv[1])).run()
+    return Keeper(sys.argv[3:], float(sys.argv[1]), Path(sys.argv[2])).run()
 
 
 if __name__ == "__main__":
