@@ -87,13 +87,14 @@ class Server:
         command += ["--max-num-seqs", "64", "--max-num-batched-tokens", "4096", *_memory(), *arguments]
         self._client = httpx.Client(timeout=300, limits=httpx.Limits(max_connections=None))
         self._started = time.perf_counter()
-        self.process = subprocess.Popen(
-            command,
-            env=_environment(device, work, plugin=plugin),
-            stdout=self.log.open("wb"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                env=_environment(device, work, plugin=plugin),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def wait(self) -> Server:
         """Wait until it answers.
@@ -140,6 +141,7 @@ class Server:
 
     def stop(self) -> None:
         """End it and all that it started; again is allowed."""
+        self._client.close()
         for sign in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.process.pid, sign)

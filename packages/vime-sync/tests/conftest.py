@@ -1,11 +1,14 @@
 """Fixtures: tiny HF model folders made by code, and real vLLM servers on the CPU, shared by a whole test session."""
 
+import contextlib
+import getpass
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -52,6 +55,9 @@ class Server:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
         self.port, self.url, self.model, self.log = port, f"http://127.0.0.1:{port}", str(folder), Path(log)
+        # vLLM leaves sockets and rendezvous files behind when it is killed; torch's cache is to be kept.
+        self._temporary = tempfile.TemporaryDirectory(prefix="vime-", ignore_cleanup_errors=True)
+        cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
         environment = (
             os.environ
             | engine_environment()
@@ -64,6 +70,8 @@ class Server:
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_LOGGING_LEVEL": "INFO",
                 "HF_HUB_OFFLINE": "1",
+                "TMPDIR": self._temporary.name,
+                "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(cache)),
             }
         )
         command = [
@@ -136,16 +144,12 @@ class Server:
         self.stop((signal.SIGKILL,))
 
     def stop(self, signs=(signal.SIGTERM, signal.SIGKILL)):
-        """End the whole process group."""
+        """End the whole process group, and remove what it leaves."""
         for sign in signs:
-            try:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(self.process.pid, sign)
-            except ProcessLookupError:
-                return
-            try:
                 self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                continue
+        self._temporary.cleanup()
 
 
 @pytest.fixture(scope="session")
