@@ -18,7 +18,10 @@ LAYOUTS = {
     "pp2": (2, {"pipeline_parallel": 2, "max_tokens_per_microbatch": 40}),
     "cp2": (2, {"context_parallel": 2, "max_tokens_per_microbatch": 40}),
     "cp2-distributed": (2, {"context_parallel": 2}),
-    "tp2-cp2-sequence": (4, {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True}),
+    "tp2-cp2-sequence": (
+        4,
+        {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True, "recompute": "selective"},
+    ),
     "cp2-pp2": (4, {"context_parallel": 2, "pipeline_parallel": 2}),
     "cp4": (4, {"context_parallel": 4}),
     "cp2-ep2": (2, {"context_parallel": 2, "expert_parallel": 2}),
@@ -26,7 +29,10 @@ LAYOUTS = {
     "whole-experts-ep2-distributed": (2, WHOLE_EXPERTS | {"expert_parallel": 2}),
     "ep2": (2, {"expert_parallel": 2, "max_tokens_per_microbatch": 20}),
     "ep2-distributed": (2, {"expert_parallel": 2}),
-    "tp2-pp2-sequence": (4, {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True}),
+    "tp2-pp2-sequence": (
+        4,
+        {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True, "recompute": "full"},
+    ),
     "tp2-ep2": (4, {"tensor_parallel": 2, "expert_parallel": 2, "sequence_parallel": True}),
     "tp2-dp2-sequence-distributed": (4, {"tensor_parallel": 2, "sequence_parallel": True}),
     "pp2-ep2-distributed": (4, {"pipeline_parallel": 2, "expert_parallel": 2, "max_tokens_per_microbatch": 20}),
