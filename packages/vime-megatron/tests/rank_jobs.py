@@ -69,7 +69,15 @@ def _pieces(trainer):
     }
 
 
-def updates(order, *, model, settings, optimizer, own, steps):
+def updates(order, *, steps, **arguments):
+    """The same updates twice, in one pass and by Megatron."""
+    return [
+        _updates(order | {"init_method": f"{order['init_method']}-{own}"}, own, steps, **arguments)
+        for own in (True, False)
+    ]
+
+
+def _updates(order, own, steps, *, model, settings, optimizer):
     """Update with gradients that are drawn; every third is small enough not to be clipped."""
     from dataclasses import replace
 
