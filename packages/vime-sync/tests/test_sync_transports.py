@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sync_fake_engine import checkpoint, content_of
-from vime_sync import DigestError, StaleSourceError, TransportError, WeightSource
+from vime_sync import DigestError, StaleSourceError, SyncSession, TransportError, WeightSource, merge_manifests
 from vime_sync.publisher import Publisher
 from vime_sync.transports import EXPORTERS, collective, make_exporter, make_importer, open_control
 
@@ -252,6 +252,39 @@ def test_collective_deadline_names_the_rank(trainers):
     assert time.monotonic() - started < 5
 
 
+def test_collective_goes_on_after_requests_that_nobody_can_answer(engines, trainers):
+    """Of a worker that was given up, who asks once more, or of somebody else who found the port."""
+    trainer, engine = trainers(checkpoint(1), "collective", options={"deadline_s": 20.0}), engines()
+    store = trainer.publisher._exporter._store
+    for request in ("99 0", "99 control", "nonsense", "x y"):
+        store.set(f"request-{store.add('requests', 1)}", request)
+    trainer.publisher.stage(1)
+    trainer.session(engine).update(1)
+    assert engine.content() == content_of(1)
+
+
+def test_a_rank_that_answered_is_let_go_when_another_does_not(engines):
+    held = list(checkpoint(1).items())
+    options = {"deadline_s": 20.0}
+    ranks = [WeightSource.from_tensors(dict(held[rank::2]), rank=rank) for rank in range(2)]
+    publishers = [Publisher(source, "collective", options=options) for source in ranks]
+    manifest = merge_manifests([publisher.manifest() for publisher in publishers])
+    for record in manifest["sources"][1]["buffers"].values():
+        record["handle"]["token"] = "of a trainer that was here before"
+    exporter = publishers[0]._exporter
+    with (
+        pytest.raises(StaleSourceError, match="another trainer"),
+        SyncSession([engines().url], manifest, deadline_s=20),
+    ):
+        pytest.fail("the block must not begin")
+    end = time.monotonic() + 20
+    while exporter._store.add("requests", 0) < 2 or exporter._groups:  # it joined, and it left
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    for publisher in publishers:
+        publisher.close()
+
+
 class Transfer:
     """What a device says of a transfer: done after so many questions, or never."""
 
@@ -304,11 +337,12 @@ def test_only_mapped_memory_can_be_aliased(trainers, options, name):
 
 def test_shared_memory_can_be_given_up_by_a_process_that_runs_no_exit_handlers():
     from vime_sync import release_shared, shared_empty
-    from vime_sync.control import SHM
+    from vime_sync.control import SHM, segment_name
 
-    before = {path.name for path in SHM.glob("vime-*")}
+    mine = segment_name().rpartition("-")[0] + "-*"  # other processes make theirs meanwhile
+    before = {path.name for path in SHM.glob(mine)}
     tensor = shared_empty(16, torch.float32).fill_(3.0)
-    (made,) = {path.name for path in SHM.glob("vime-*")} - before
+    (made,) = {path.name for path in SHM.glob(mine)} - before
     release_shared()
     assert not (SHM / made).exists()
     assert tensor.sum() == 48, "what holds it goes on"

@@ -244,13 +244,17 @@ def reach(model: Model, plan: Plan, tensors: Sequence[CheckpointTensor], manifes
     fed = {(piece.region.rank, piece.region.buffer) for tensor in plan.feeds for piece in tensor.pieces}
     needed = fed | {(copy.source.rank, copy.source.buffer) for copy in plan.copies}
     importer = make_importer(manifest["transport"], manifest["sources"], needed, model.device)
-    places = importer.places() if isinstance(importer, KnowsPlaces) and _replicated(tensors) else {}
-    plan = localised(plan, tensors, places)
-    parts = striped(plan, tensors, places) if places else [[whole_part(copy)] for copy in plan.copies]
-    if isinstance(importer, KnowsPlaces) and places:
-        importer.narrow(fed | {(p.source.rank, p.source.buffer) for found in parts for p in found})
-    buffers = importer.open()
-    controls = {int(source["rank"]): open_control(importer, source) for source in manifest["sources"]}
+    try:
+        places = importer.places() if isinstance(importer, KnowsPlaces) and _replicated(tensors) else {}
+        plan = localised(plan, tensors, places)
+        parts = striped(plan, tensors, places) if places else [[whole_part(copy)] for copy in plan.copies]
+        if isinstance(importer, KnowsPlaces) and places:
+            importer.narrow(fed | {(p.source.rank, p.source.buffer) for found in parts for p in found})
+        buffers = importer.open()
+        controls = {int(source["rank"]): open_control(importer, source) for source in manifest["sources"]}
+    except BaseException:
+        importer.close()  # ranks that did answer are let go, and what was allocated for them is freed
+        raise
     return Reached(plan, parts, importer, buffers, controls)
 
 

@@ -151,6 +151,7 @@ class Receiver:
         started = time.perf_counter()
         plan = plan_model(self.model, tensors, cast=bool(message.get("cast")), reload=bool(message.get("reload")))
         mode = choose_mode(self.model, str(message.get("mode", "auto")), plan)
+        copier = choose_copier(str(message.get("copier", "auto")), self.model.device)
         reached = reach(self.model, plan, tensors, manifest)
         plan, importer = reached.plan, reached.importer
         binding = self.model.alias()
@@ -170,7 +171,7 @@ class Receiver:
             anchors=Anchors(self.model, plan.live_names),
             pieces={t.name: [(p.region.rank, p.index) for p in t.pieces] for t in tensors},
             share=Share.alone(plan),
-            copier=choose_copier(str(message.get("copier", "auto")), self.model.device),
+            copier=copier,
             parts=reached.parts,
         )
         self._link.bind(self.model, manifest)

@@ -159,17 +159,30 @@ class CollectiveExporter:
             request = self._store.get(key).decode()
             self._store.delete_key(key)
             number += 1
+            member, _, what = request.partition(" ")
+            if not self._known(member, what):
+                # Of a worker that was given up, or no request at all. Who asked is told by its own deadline.
+                logger.warning("vime-sync: a request that nobody can answer is left out: %s", request[:80])
+                continue
             try:
                 with _on(self._device):
-                    self._answer(request, control)
+                    self._answer(int(member), what, control)
             except _GONE:
                 # The worker's own deadline tells it; the next one must not wait for it.
                 logger.exception("vime-sync: a request could not be answered: %s", request)
-                self._groups.pop(int(request.split(" ", 1)[0]), None)
+                self._groups.pop(int(member), None)
 
-    def _answer(self, request: str, control: ControlReader) -> None:
-        text, what = request.split(" ", 1)
-        member = int(text)
+    def _known(self, member: str, what: str) -> bool:
+        """Whether a request is one: anybody who reaches the store may write what looks like one."""
+        if not member.isdecimal():
+            return False
+        if what in ("join", "leave"):
+            return True
+        return int(member) in self._groups and (
+            what == "control" or (what.isdecimal() and int(what) < len(self._names))
+        )
+
+    def _answer(self, member: int, what: str, control: ControlReader) -> None:
         if what == "leave":
             self._groups.pop(member, None)
             return
