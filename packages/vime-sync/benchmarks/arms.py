@@ -14,13 +14,12 @@ import statistics
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from plane import kernel
 from servers import Server
@@ -53,18 +52,9 @@ def _reports(
     return first + times
 
 
-def _load(server: Server, stop: threading.Event, streams: int) -> list[threading.Thread]:
-    def loop() -> None:
-        while not stop.is_set():
-            try:
-                server.generate(tokens=256)
-            except httpx.HTTPError:
-                return
-
-    threads = [threading.Thread(target=loop, daemon=True) for _ in range(streams)]
-    for thread in threads:
-        thread.start()
-    return threads
+def _load(server: Server, stop: threading.Event) -> None:
+    while not stop.is_set():
+        server.generate(tokens=256)
 
 
 def copy(setting: Setting, *, trainer_on: int, engine_on: int) -> None:
@@ -112,16 +102,18 @@ def _connect(record: Record, prefix: str, session: SyncSession) -> SyncSession:
 
 
 def _under_load(server: Server, measure: Callable[[int], int], version: int) -> int:
-    """Measure while 16 requests are being generated; the next version."""
+    """Measure while 16 requests are being generated; the next version. A load that broke off is no load: it raises."""
     stop = threading.Event()
-    threads = _load(server, stop, 16)
-    time.sleep(2)
-    try:
-        return measure(version)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(60)
+    with ThreadPoolExecutor(16) as pool:
+        streams = [pool.submit(_load, server, stop) for _ in range(16)]
+        try:
+            time.sleep(2)
+            version = measure(version)
+        finally:
+            stop.set()
+        for stream in streams:
+            stream.result(60)
+    return version
 
 
 def _change(record: Record, server: Server, sync: Callable[[int, int], Any], version: int) -> int:
@@ -137,13 +129,10 @@ def _change(record: Record, server: Server, sync: Callable[[int, int], Any], ver
 def _speed(server: Server) -> float:
     """Tokens a second of many equal requests."""
     streams, tokens = (64, 256) if torch.cuda.is_available() else (4, 8)
-    threads = [threading.Thread(target=server.generate, kwargs={"tokens": tokens}) for _ in range(streams)]
     started = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return round(streams * tokens / (time.perf_counter() - started), 1)
+    with ThreadPoolExecutor(streams) as pool:
+        made = sum(len(found["tokens"]) for found in pool.map(lambda _: server.generate(tokens), range(streams)))
+    return round(made / (time.perf_counter() - started), 1)
 
 
 def _compare_speed(record: Record, aliased: Server, plain: Server, rounds: int = 4) -> None:
@@ -299,12 +288,12 @@ def main() -> None:
         }
         try:
             arms[options.arm]()
-        except Exception as error:
+        except BaseException as error:  # whatever ended it is said in the JSON, beside the rows that were measured
             record.fail(f"{type(error).__name__}: {error}"[:2000])
-            traceback.print_exc()
+            options.logs.mkdir(parents=True, exist_ok=True)
             for log in setting.work.glob("server-*.log"):
                 shutil.copy(log, options.logs / f"{options.arm}-{log.name}")
-            raise SystemExit(1) from error
+            raise
 
 
 if __name__ == "__main__":

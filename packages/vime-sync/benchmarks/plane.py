@@ -53,7 +53,11 @@ def _items(trainer: Trainer, target: torch.Tensor) -> list[Item]:
 
 
 def _verify(record: Record, items: list[Item], mover: Mover, device: torch.device) -> None:
-    """The kernel's copy is bitwise the source, and its digests are those that torch computes."""
+    """The kernel's copy is bitwise the source, and its digests are those that torch computes.
+
+    Raises:
+        RuntimeError: If not.
+    """
     for item in items:
         item.target.zero_()
     digests = mover.run(digest="full", phase=0)
@@ -64,6 +68,8 @@ def _verify(record: Record, items: list[Item], mover: Mover, device: torch.devic
         for i in chosen
     )
     record.note(bitwise_equal=equal, digests_equal_torch=same, plain_slices=mover.plain, slices=len(items))
+    if not (equal and same):
+        raise RuntimeError("the kernel copies or digests other bytes: its speed says nothing")
 
 
 def kernel(setting: Setting, source: torch.device, target: torch.device, *, sweep: bool) -> None:
