@@ -2,10 +2,10 @@
 
     python integration/benchmarks/overhead.py integration/examples/demo_cpu.toml --out overhead.json
 
-Directly: every request is sent by the HTTP client as it is, with the same sampling and the same kind of prompts, and
-the answers are thrown away. Through the pipeline: the rollout of a step, with pool, checks of versions, decoding,
-scoring by the run's reward and the rows of a training batch. Both take turns on one engine; the first round of each is
-warm-up. What the pipeline loses is what it does beside waiting for tokens.
+Directly: the same requests, one for the samples of each prompt, are sent by the HTTP client as they are, with the same
+sampling and the same kind of prompts, and the answers are thrown away. Through the pipeline: the rollout of a step,
+with pool, checks of versions, decoding, scoring by the run's reward and the rows of a training batch. Both take turns
+on one engine; the first round of each is warm-up. What the pipeline loses is what it does beside waiting for tokens.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ async def direct(engine: VLLMEngine, rollout: Rollout, prompts: list[Prompt]) ->
         GenerateRequest(
             tokens=prompt.tokens,
             sampling=rollout.config.sampling,
-            seed=rollout.seed_of(prompt, index),
-            request_id=f"direct-{prompt.group_id}-{index}",
+            seed=rollout.seed_of(prompt, 0),
+            request_id=f"direct-{prompt.group_id}",
         )
         for prompt in prompts
-        for index in range(rollout.config.samples_per_prompt)
     ]
-    answers = await asyncio.gather(*(engine.generate(request) for request in requests))
-    return sum(len(answer.tokens) for answer in answers)
+    count = rollout.config.samples_per_prompt
+    answers = await asyncio.gather(*(engine.generate_many(request, count) for request in requests))
+    return sum(len(generation.tokens) for answer in answers for generation in answer)
 
 
 async def through(config: Any, rollout: Rollout, prompts: list[Prompt], version: int) -> int:
@@ -136,7 +136,8 @@ def main() -> int:
             "devices": [device.name for device in ask_memory()],
         },
         "versions": {"python": platform.python_version()} | {n: metadata.version(n) for n in (vllm, *PACKAGES)},
-        "requests_a_round": config.rollout.batch_size * config.rollout.samples_per_prompt,
+        "requests_a_round": config.rollout.batch_size,
+        "samples_a_round": config.rollout.batch_size * config.rollout.samples_per_prompt,
         **result,
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
