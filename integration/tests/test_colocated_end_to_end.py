@@ -21,7 +21,6 @@ from vime_rollout import Encoder
 
 STEPS = 4
 ENGINES = 2
-SAMPLES = STEPS * 32 * 8
 SAVE_EVERY = 2
 START_S = 240.0
 STEP_S = 60.0
@@ -68,7 +67,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run.kill_all()
         after = somebody.engines()
         assert [version for version, _ in after] == [STEPS + 1] * ENGINES, "they live, and serve the last weights"
-        assert all(answered > SAMPLES / 10 for _, answered in after), f"both took part: {after}"
+        # Of the 32 prompts of a step, whether their samples travel alone or together.
+        assert all(answered > 32 * STEPS / 10 for _, answered in after), f"both took part: {after}"
     finally:
         somebody.end()
     return folder / "run"
