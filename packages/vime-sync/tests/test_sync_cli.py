@@ -1,12 +1,14 @@
 """The command: push and verify against an engine over HTTP, bench between two processes."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from sync_fake_engine import checkpoint, content_of
 from typer.testing import CliRunner
+from vime_sync import cli
 from vime_sync.bench import SHAPES, run_bench, shape_of_size
 from vime_sync.cli import app, main
 from vime_sync.errors import TransportError, UnknownNameError
@@ -33,11 +35,12 @@ def test_push_brings_a_checkpoint_to_all_engines_and_verify_agrees(engines, fold
     pair, where = (engines(), engines(world=2)), folder(checkpoint(5))
     servers = [part for engine in pair for part in ("--server", engine.url)]
     assert run("verify", where, *servers).exit_code == 1
-    done = run("push", where, *servers)
+    push = ("push", where, "--device", "cpu", *servers)
+    done = run(*push)
     assert done.exit_code == 0
     assert "2 engines serve version 0" in done.output
     assert [engine.content() for engine in pair] == [content_of(5), content_of(5, 2)]
-    again = run("push", where, *servers, "--mode", "undo", "--json")
+    again = run(*push, "--mode", "undo", "--json")
     assert json.loads(again.output)["version"] == 1
     checked = run("verify", where, *servers, "--json")
     assert checked.exit_code == 0
@@ -45,6 +48,42 @@ def test_push_brings_a_checkpoint_to_all_engines_and_verify_agrees(engines, fold
         (True, 1, [], []),
         (True, 1, [], []),
     ]
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [("pigeon", "unknown device"), ("cuda:99", "no such device"), ("meta", "no such device")],
+)
+def test_push_refuses_a_device_that_is_not_there(engines, folder, device, words):
+    engine = engines()
+    before = engine.content()
+    refused = run("push", folder(checkpoint(5)), "--server", engine.url, "--device", device)
+    assert isinstance(refused.exception, TransportError)
+    assert words in str(refused.exception)
+    assert engine.content() == before
+
+
+def test_push_from_a_gpu_goes_through_ipc_and_says_when_it_does_not_fit(folder, monkeypatch):
+    """No GPU is needed to see which transport is chosen, nor for an allocation that fails."""
+    where, seen = Path(folder(checkpoint(5))), []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [cli._device(asked) for asked in ("auto", "cpu", "cuda:1")] == [
+        torch.device("cuda"),
+        torch.device("cpu"),
+        torch.device("cuda", 1),
+    ]
+    monkeypatch.setattr(cli, "Publisher", lambda source, transport: seen.append(transport))
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
+    cli._published(where, torch.device("cuda", 1))
+    cli._published(where, torch.device("cpu"))
+    assert seen == ["ipc", "shm"]
+
+    def full(tensor, device):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.16 GiB.")
+
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    with pytest.raises(TransportError, match=r"does not fit.*--device cuda:N"):
+        cli._published(where, torch.device("cuda", 1))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -83,7 +122,7 @@ def test_verify_reads_the_memory_and_not_a_memory_of_it(engines, trainers):
 def test_a_refusal_is_one_line_and_a_status(engines, folder, monkeypatch, capsys):
     engine = engines()
     where = folder(checkpoint(1) | {"surprise.weight": torch.ones(2)})
-    monkeypatch.setattr("sys.argv", ["vime-sync", "push", where, "--server", engine.url])
+    monkeypatch.setattr("sys.argv", ["vime-sync", "push", where, "--server", engine.url, "--device", "cpu"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from vime_sync.bench import SHAPES, TRANSPORTS, run_bench, shape_of_size
-from vime_sync.errors import SyncError, TransactionError
+from vime_sync.errors import SyncError, TransactionError, TransportError
 from vime_sync.publisher import Publisher
 from vime_sync.session import SyncSession
 from vime_sync.source import WeightSource
@@ -35,11 +36,15 @@ def push(
     ] = None,
     mode: Annotated[str, typer.Option(help="auto, shadow, undo or direct.")] = "auto",
     takeover: Annotated[bool, typer.Option(help="Replace the trainer that is connected.")] = False,
+    device: Annotated[
+        str,
+        typer.Option(help="Where CHECKPOINT is held meanwhile: cpu for engines on CPUs, cuda:N for engines on GPUs."),
+    ] = "auto",
     deadline_s: Deadline = 300.0,
     as_json: AsJson = False,
 ) -> None:
     """Load CHECKPOINT into running engines on this host, all of them or none."""
-    with Publisher(WeightSource.from_safetensors(checkpoint)) as publisher:
+    with _published(checkpoint, _device(device)) as publisher:
         session = SyncSession(server, publisher.manifest(), deadline_s=deadline_s, mode=mode, takeover=takeover)
         with session:
             chosen = max(session.versions()) + 1 if version is None else version
@@ -52,6 +57,42 @@ def push(
         f"{report.engines} engines serve version {report.version} "
         f"({report.bytes / 1e6:.1f} MB in {report.seconds:.3f} s, mode {report.mode}, digest {report.digest})"
     )
+
+
+def _device(asked: str) -> torch.device:
+    """The device that was asked for; ``auto`` is a GPU where there is one.
+
+    Raises:
+        TransportError: If there is none such.
+    """
+    count = torch.cuda.device_count()
+    if asked == "auto":
+        return torch.device("cuda" if count else "cpu")
+    try:
+        device = torch.device(asked)
+    except RuntimeError as cause:
+        raise TransportError("unknown device", seen=asked, expected="auto, cpu or cuda:N") from cause
+    if device.type != "cpu" and (device.type != "cuda" or (device.index or 0) >= count):
+        raise TransportError("there is no such device here", seen=asked, expected=f"cpu, or one of {count} GPUs")
+    return device
+
+
+def _published(checkpoint: Path, device: torch.device) -> Publisher:
+    """A checkpoint that engines can read from a device of this host.
+
+    Raises:
+        TransportError: If it does not fit there.
+    """
+    try:
+        source = WeightSource.from_safetensors(checkpoint, device=device)
+    except torch.OutOfMemoryError as cause:
+        raise TransportError(
+            "the checkpoint does not fit beside what is on the device",
+            where=str(device),
+            seen=str(cause).splitlines()[0],
+            fix="give another GPU that the engines' can reach, with --device cuda:N",
+        ) from cause
+    return Publisher(source, "ipc" if device.type == "cuda" else "shm")
 
 
 @app.command()

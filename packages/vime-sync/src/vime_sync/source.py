@@ -143,12 +143,13 @@ class WeightSource:
         return cls.from_tensors({prefix + n: t.detach() for n, t in kept.items()}, rank=rank)
 
     @classmethod
-    def from_safetensors(cls, folder: Path | str, *, rank: int = 0) -> WeightSource:
+    def from_safetensors(cls, folder: Path | str, *, rank: int = 0, device: torch.device | str = "cpu") -> WeightSource:
         """Read a HF checkpoint folder into memory and describe it.
 
         Args:
             folder: Holds ``*.safetensors`` files.
             rank: This process's rank among the publishing ranks.
+            device: Where the tensors are to lie: engines on GPUs read device memory only.
 
         Returns:
             The source; each tensor is a buffer of its own.
@@ -166,7 +167,7 @@ class WeightSource:
             part = load_file(file)
             if both := tensors.keys() & part.keys():
                 raise ManifestError("two files hold the same tensor", where=str(file), seen=min(both))
-            tensors |= part
+            tensors |= {name: tensor.to(device) for name, tensor in part.items()}
         return cls.from_tensors(tensors, rank=rank)
 
 

@@ -265,7 +265,9 @@ class IpcImporter:
             TransportError: On a worker without a device.
         """
         if device.type != "cuda":
-            raise TransportError("ipc feeds device memory only", seen=str(device), fix="use the shm transport")
+            raise TransportError(
+                "ipc feeds device memory only", seen=str(device), fix="use the shm transport (push: --device cpu)"
+            )
         self._sources, self._needed = sources, needed
         self._index = torch.cuda.current_device() if device.index is None else device.index
         #: How each buffer is reached: ``local`` or ``peer``.

@@ -119,7 +119,11 @@ class ShmImporter:
         self._sources, self._needed = sources, needed
         self._segments: list[Segment] = []
         if device.type != "cpu":
-            raise TransportError("shared memory feeds CPU engines only", seen=str(device), fix="use the ipc transport")
+            raise TransportError(
+                "shared memory feeds CPU engines only",
+                seen=str(device),
+                fix="use the ipc transport (push: --device cuda:N)",
+            )
 
     def places(self) -> Mapping[BufferKey, Place]:
         """All of them here: one memory, which is everybody's."""
