@@ -6,12 +6,21 @@ their sources; the newest one is the real engine of ``test_rollout_real_engine.p
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
 
 import pytest
-from vime_rollout import EngineClient, EngineConfig, EngineState, GenerateRequest, RemoteEngine, SamplingParams
+from vime_rollout import (
+    EngineClient,
+    EngineConfig,
+    EnginePool,
+    EngineState,
+    GenerateRequest,
+    RemoteEngine,
+    SamplingParams,
+)
 from vime_rollout import VersionSpan as Span
 from vime_rollout.engine import VLLMEngine
 from vime_rollout.engine.window import dialect_of, installed_release
@@ -146,6 +155,22 @@ def unstamped(tokens, prefix="token_id:"):
     content = [{"token": f"{prefix}{t}", "logprob": -0.5} for t in tokens]
     choice = {"index": 0, "finish_reason": "length", "token_ids": tokens, "logprobs": {"content": content}}
     return {"choices": [choice]}
+
+
+async def test_a_pool_counts_requests_whose_version_is_being_asked_for(start_server):
+    servers = [start_server(4), start_server(4)]
+    for server in servers:
+        server.release, server.answers = "0.30.0", [(200, unstamped([7]))] * 4
+    engines = [RemoteEngine(server.url, name=f"e{i}") for i, server in enumerate(servers)]
+    for engine in engines:
+        await engine.connect()
+    ask = GenerateRequest((5,), SamplingParams(max_tokens=2))
+    pool = EnginePool(engines)
+    await asyncio.gather(*(pool.generate(ask) for _ in range(4)))
+    assert [len(server.generations()) for server in servers] == [2, 2]
+    assert pool.in_flight == 0
+    for engine in engines:
+        await engine.stop()
 
 
 async def test_versions_that_are_not_stamped_are_asked_for(start_server):

@@ -145,7 +145,7 @@ class RolloutSection(Section):
     stop: Words = Field(default=(), description="Strings that end a response.")
     stop_token_ids: Ids = Field(default=(), description="Token ids that end a response, besides the model's own.")
     seed: NonNegativeInt = Field(default=0, description="Seed from which the seed of every request is derived.")
-    concurrency: Count = Field(default=256, description="Requests in flight at one time, over all engines.")
+    concurrency: Count = Field(default=256, description="Samples in work at one time, over all engines.")
     request_deadline_s: Positive = Field(default=600.0, description="Seconds after which a request is given up.")
     retries: NonNegativeInt = Field(
         default=2, description="How often a failed request is sent again before the step fails."

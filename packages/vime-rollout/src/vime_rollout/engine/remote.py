@@ -92,6 +92,7 @@ class RemoteEngine:
         self._states = StateMachine(self.name)
         self._version: int | None = None
         self._asleep_before_update = False
+        self._about_to_ask = 0
 
     @property
     def url(self) -> str:
@@ -116,7 +117,7 @@ class RemoteEngine:
     @property
     def in_flight(self) -> int:
         """Samples that wait or run."""
-        return self._client.in_flight
+        return self._client.in_flight + self._about_to_ask
 
     async def connect(self, initial_version: int = 0) -> None:
         """Check that the server answers, read its weight version, and become ready.
@@ -251,7 +252,11 @@ class RemoteEngine:
         """Generate once; where the engine does not stamp tokens, find out their version (see ``window``)."""
         if self._client.dialect.stamps_tokens:
             return await self._client.generate_many(request, count, deadline_s=deadline_s)
-        before = await self.read_version()
+        self._about_to_ask += count  # or a pool would take this engine for idle meanwhile
+        try:
+            before = await self.read_version()
+        finally:
+            self._about_to_ask -= count
         generations = await self._client.generate_many(request, count, deadline_s=deadline_s)
         older = min(before, await self.read_version())
         return tuple(
