@@ -172,6 +172,22 @@ def test_a_session_that_cannot_connect_lets_go_of_the_engines_it_reached(engines
     assert free.content() == content_of(2)
 
 
+@pytest.mark.parametrize("worlds", [(1,), (1, 2)])
+def test_a_closed_session_says_so(engines, trainers, worlds):
+    session, trainer, _ = served(engines, trainers, *worlds)
+    session.close()
+    session.close()
+    trainer.publisher.stage(2)
+    for attempt in (
+        lambda: session.update(2),
+        session.versions,
+        session.connect,
+        lambda: session.resync(session.urls[0]),
+    ):
+        with pytest.raises(NotStartedError, match="make a new"):
+            attempt()
+
+
 def test_nothing_is_resynced_before_something_is_served(engines, trainers):
     trainer, engine = trainers(checkpoint(1)), engines()
     session = trainer.session(engine)

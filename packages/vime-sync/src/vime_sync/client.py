@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from vime_sync.errors import EngineError, from_wire
+from vime_sync.errors import EngineError, NotStartedError, from_wire
 
 
 class EngineClient:
@@ -47,9 +47,12 @@ class EngineClient:
             The answer.
 
         Raises:
+            NotStartedError: After `close`.
             EngineError: If the server does not answer in time, or is not ours.
             SyncError: What the engine refused, as the class it named.
         """
+        if self._http.is_closed:
+            raise NotStartedError("this session let the engine go", where=self.url, fix="make a new session")
         try:
             if body is None:
                 response = self._http.get(f"/vime/{operation}")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vime_sync.client import EngineClient
-from vime_sync.errors import SyncError, TransactionError
+from vime_sync.errors import NotStartedError, SyncError, TransactionError
 
 #: Engines that are asked at once. Threads are only made when they are needed.
 _THREADS = 256
@@ -69,7 +69,12 @@ class Engines:
 
         Returns:
             The answers, in order; an engine's failure is its answer.
+
+        Raises:
+            NotStartedError: After `close`.
         """
+        if self._closed:
+            raise NotStartedError("this session is closed", where=", ".join(self.urls), fix="make a new one")
 
         def one(engine: EngineClient) -> Answer:
             try:
