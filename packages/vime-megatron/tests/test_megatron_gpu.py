@@ -75,6 +75,15 @@ def test_logprobs_of_fused_and_plain_kernels_agree():
     assert_close_in_half(*results)
 
 
+def test_float32_logits_of_the_library_are_those_of_copies():
+    if not plain.wide_products_work(DEVICE):
+        pytest.skip("this build's matrix library does not multiply half precision into float32")
+    hidden, weight = draw(70, 256), draw(9000, 256)
+    found = plain.product_wide(hidden, weight)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, plain.product(hidden, weight), rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["varlen", "flash", "te"])
 def test_ragged_attention_is_that_of_padded_groups(name):
     if obstacles(DEVICE, HALF)[name]:
