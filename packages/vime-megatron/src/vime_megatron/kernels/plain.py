@@ -7,9 +7,9 @@ this rank, ``m`` width of the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -311,14 +311,12 @@ def wide_products_work(device: torch.device) -> bool:
     Returns:
         Whether :func:`product_wide` gave the right product.
     """
-    if not hasattr(torch.ops.aten.mm, "dtype"):
-        return False
-    factor = torch.full((64, 64), 1 + 2.0**-7, device=device, dtype=torch.bfloat16)
-    try:
-        found = product_wide(factor, factor)
-    except RuntimeError:  # the library of this build does not have it
-        return False
-    return bool((found == 64 * (1 + 2.0**-7) ** 2).all())  # bfloat16 has no such number
+
+    def agrees() -> Tensor:
+        factor = torch.full((64, 64), 1 + 2.0**-7, device=device, dtype=torch.bfloat16)
+        return (product_wide(factor, factor) - 64 * (1 + 2.0**-7) ** 2).abs() < 1e-3  # bfloat16 has steps of 0.5 there
+
+    return _library_has(torch.ops.aten.mm, "dtype", agrees)
 
 
 def accumulate(sum_vm: Tensor, a_cv: Tensor, b_cm: Tensor) -> None:
@@ -346,12 +344,21 @@ def wide_sums_work(device: torch.device) -> bool:
     Returns:
         Whether :func:`accumulate_wide` gave the right sum.
     """
-    if not hasattr(torch.ops.aten.addmm, "dtype_out"):
-        return False
-    sum_vm = torch.ones(64, 64, device=device)
-    factor = torch.eye(64, device=device, dtype=torch.bfloat16)
-    try:
+
+    def agrees() -> Tensor:
+        sum_vm = torch.ones(64, 64, device=device)
+        factor = torch.eye(64, device=device, dtype=torch.bfloat16)
         accumulate_wide(sum_vm, factor, factor)
-    except RuntimeError:  # the library of this build does not have it
+        return sum_vm == 1 + torch.eye(64, device=device)
+
+    return _library_has(torch.ops.aten.addmm, "dtype_out", agrees)
+
+
+def _library_has(operation: Any, overload: str, agrees: Callable[[], Tensor]) -> bool:
+    """Tell whether this torch has an overload of an operation, and the matrix library of its build the numbers."""
+    if not hasattr(operation, overload):
         return False
-    return bool((sum_vm == 1 + torch.eye(64, device=device)).all())
+    try:
+        return bool(agrees().all())
+    except RuntimeError:  # the library does not have it
+        return False
