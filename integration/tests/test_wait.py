@@ -36,6 +36,17 @@ def cluster() -> Iterator[None]:
     assert "VIME_TEST_CLUSTER" not in os.environ
 
 
+def test_an_answer_that_nobody_waits_for_any_more_is_told_to_the_log_and_not_to_the_terminal(caplog, capfd) -> None:
+    """Questions to an engine that died are dropped when it is started again; Ray calls their errors unhandled."""
+    asked = worker()
+    asked.fail.remote()  # type: ignore[attr-defined]
+    end = time.monotonic() + 60
+    while "Unhandled error" not in caplog.text and time.monotonic() < end:
+        time.sleep(0.05)
+    assert "no prompts" in caplog.text
+    assert "Unhandled error" not in capfd.readouterr().err
+
+
 def worker() -> object:
     return ray.remote(Worker).options(num_cpus=1).remote()
 

@@ -41,6 +41,7 @@ def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
     variables = {**LEAVE_CHILDREN, **environment}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
+    talking = _quieted()
     try:
         try:
             ray.init(
@@ -60,11 +61,22 @@ def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+        logging.getLogger("ray").handlers[:] = talking
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _quieted() -> list[logging.Handler]:
+    """Send what Ray says to the process's own log; returns what had sent it to the terminal.
+
+    A question to an engine that died meanwhile is dropped with its answer, and Ray reports that as an unhandled error.
+    """
+    log = logging.getLogger("ray")
+    talking, log.handlers[:], log.propagate = list(log.handlers), [], True
+    return talking
 
 
 def log_to_file(path: Path) -> None:
