@@ -49,6 +49,7 @@ def rollout_config(config: RunConfig) -> RolloutConfig:
         seed=section.seed,
         concurrency=section.concurrency,
         step_deadline_s=step_deadline(config),
+        samples_per_request=section.samples_per_request,
         request_deadline_s=section.request_deadline_s,
         max_turns=section.max_turns,
         # The samples of a prompt share its keys and values when one engine has them all.

@@ -146,6 +146,11 @@ class RolloutSection(Section):
     stop_token_ids: Ids = Field(default=(), description="Token ids that end a response, besides the model's own.")
     seed: NonNegativeInt = Field(default=0, description="Seed from which the seed of every request is derived.")
     concurrency: Count = Field(default=256, description="Samples in work at one time, over all engines.")
+    samples_per_request: Count | None = Field(
+        default=None,
+        description="Most samples of a prompt in one request to an engine; all when absent. An engine takes as many as "
+        "it runs at a time (max_num_seqs); those that end early count towards concurrency until the last has ended.",
+    )
     request_deadline_s: Positive = Field(default=600.0, description="Seconds after which a request is given up.")
     retries: NonNegativeInt = Field(
         default=2, description="How often a failed request is sent again before the step fails."
