@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 STEPS = 5
 POINTS = [  # (step, phase whose beginning is waited for, seconds after it)
     (1, "rollout", 0.0),
-    (1, "train", 0.3),
-    (2, "rollout", 1.0),
+    (1, "train", 0.1),
+    (2, "rollout", 0.2),
     (2, "update_weights", 0.0),
     (3, "train", 0.0),
     (3, "save", 0.0),
-    (4, "rollout", 0.5),
+    (4, "rollout", 0.1),
     (4, "update_weights", 0.01),
     (4, "save", 0.03),
     (5, "save", 0.06),
@@ -36,6 +36,10 @@ SMALL = ("--set", "rollout.batch_size=8", "--set", "checkpoint.keep=2")
 
 def comparable(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if not any(part in name for part in VARIES)}
+
+
+def saved_step(folder: Path) -> int:
+    return max([int(path.name[5:]) for path in (folder / "run/checkpoints").glob("step-*")], default=0)
 
 
 @pytest.mark.engine
@@ -51,13 +55,16 @@ def test_killed_at_every_point_it_is_the_run_that_was_never_stopped(launch, tmp_
 
     config, log = config_file(folders[1], steps=STEPS, save_every=1), folders[1] / "run/logs/driver.log"
     kills = 0
+
+    def go_on() -> Launch:
+        arguments = ("--resume", str(folders[1] / "run")) if saved_step(folders[1]) else (str(config), *SMALL)
+        return launch(*arguments)
+
     for number, (step, phase, delay) in enumerate(POINTS[:ASKED]):
-        saved = max([int(path.name[5:]) for path in (folders[1] / "run/checkpoints").glob("step-*")], default=0)
-        if saved >= step:
+        if saved_step(folders[1]) >= step:
             continue  # the kill before came a moment after the save, which is a point as well
-        arguments = ("--resume", str(folders[1] / "run")) if saved else (str(config), *SMALL)
         log.unlink(missing_ok=True)
-        run: Launch = launch(*arguments)
+        run = go_on()
         run.until_phase(log, step, phase, START_S)
         time.sleep(delay)
         run.process.send_signal(signal.SIGKILL)
@@ -65,7 +72,7 @@ def test_killed_at_every_point_it_is_the_run_that_was_never_stopped(launch, tmp_
         assert run.until_gone(60) == [], f"point {number}"
         kills += 1
     assert kills >= min(ASKED, 8), f"only {kills} kills"
-    last: Launch = launch("--resume", str(folders[1] / "run"))
+    last = go_on()
     assert last.wait(START_S * 3) == 0, last.text()
 
     expected, seen = (rows(folder / "run/metrics.jsonl") for folder in folders)
