@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from peer_beside import Step, beside, our_steps, peer_steps
+from peer_trl import installed
 from vime_grpo import read_metrics
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -104,17 +103,6 @@ def summary(pairs: Mapping[int, tuple[list[Step], list[Step]]]) -> dict[str, Any
     }
 
 
-def installed() -> dict[str, str]:
-    """Return the versions on our side."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 @app.command()
 def main(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
@@ -137,7 +125,7 @@ def main(
         samples = said["per_device_train_batch_size"] * said["steps_per_generation"]
         pairs[seed] = (our_steps(read_metrics(work / f"ours-{seed}/metrics.jsonl"), samples), peer_steps(peer))
         about = {name: peer[name] for name in ("peer", "date", "config", "task", "engine", "not_carried", "warnings")}
-        about |= {"samples_a_step": samples, "versions_trl": peer["versions"], "versions_ours": installed()}
+        about |= {"samples_a_step": samples, "versions_trl": peer["versions"], "versions_ours": installed(PACKAGES)}
         about["hardware"] = {"device": peer["hardware"]["device"], "cpus": len(os.sched_getaffinity(0)), "note": note}
         out.write_text(json.dumps(about | summary(pairs), indent=1) + "\n", encoding="utf-8")
         medians = {name: steps[seed]["step_s"] for name, steps in summary(pairs)["median_by_seed"].items()}

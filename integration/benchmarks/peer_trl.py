@@ -321,10 +321,10 @@ def build_trainer(
     return trainer, reward
 
 
-def installed() -> dict[str, str]:
+def installed(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Return the versions of what takes part, as far as it is installed."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -14,7 +14,7 @@ space (this is how a recorded weight loader is understood), and `intersect` cuts
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -125,6 +125,28 @@ class Box:
     def relative_to(self, outer: Box) -> Shape:
         """Where this box starts inside another one."""
         return tuple(a - b for a, b in zip(self.start, outer.start, strict=True))
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Find two boxes of one index space that have an element in common.
+
+    Sorted along the first dimension, a box need be held only against those that begin before it ends.
+
+    Args:
+        boxes: Any boxes.
+
+    Returns:
+        Their places in `boxes`, or None where all are disjoint.
+    """
+    order = sorted(range(len(boxes)), key=lambda place: boxes[place].start)
+    for at, left in enumerate(order):
+        box = boxes[left]
+        for right in order[at + 1 :]:
+            if box.start and boxes[right].start[0] >= box.start[0] + box.shape[0]:
+                break
+            if box.intersect(boxes[right]) is not None:
+                return left, right
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vime_sync.errors import EmptyUpdateError, ManifestError
-from vime_sync.layout import DTYPES, Box, CheckpointTensor, Piece, Region, dtype_name
+from vime_sync.layout import DTYPES, Box, CheckpointTensor, Piece, Region, dtype_name, first_overlap
 from vime_sync.source import WeightSource
 
 FORMAT = 1
@@ -247,19 +247,16 @@ def _check_region(region: Region, dtype: str, where: str, sizes: dict[tuple[int,
 
 def _check_tiling(tensor: CheckpointTensor) -> None:
     """Prove that the pieces cover the tensor exactly once: disjoint, and together as large."""
-    boxes = sorted((piece.box for piece in tensor.pieces), key=lambda b: b.start)
+    boxes = [piece.box for piece in tensor.pieces]
     held = sum(box.volume for box in boxes)
-    for left, box in enumerate(boxes):
-        for other in boxes[left + 1 :]:
-            if box.start and other.start[0] >= box.start[0] + box.shape[0]:
-                break
-            if box.intersect(other) is not None:
-                raise ManifestError(
-                    "pieces of a tensor overlap",
-                    where=f"tensor {tensor.name}",
-                    seen=f"{box.start}+{box.shape} and {other.start}+{other.shape}",
-                    fix="ranks that hold the same elements must hold equal boxes",
-                )
+    if (pair := first_overlap(boxes)) is not None:
+        box, other = boxes[pair[0]], boxes[pair[1]]
+        raise ManifestError(
+            "pieces of a tensor overlap",
+            where=f"tensor {tensor.name}",
+            seen=f"{box.start}+{box.shape} and {other.start}+{other.shape}",
+            fix="ranks that hold the same elements must hold equal boxes",
+        )
     if held != tensor.numel:
         raise ManifestError(
             "a tensor has a hole",

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from vime_sync.errors import DtypeMismatchError, IncompletePlanError, ShapeMismatchError
-from vime_sync.layout import Box, CheckpointTensor, Region, Shape, boxes_of, contiguous_strides
+from vime_sync.layout import Box, CheckpointTensor, Region, Shape, boxes_of, contiguous_strides, first_overlap
 from vime_sync.record import Fill, Recording, View, Write
 
 
@@ -294,18 +294,13 @@ def _prove(live: Mapping[str, LiveTensor], coverage: dict[str, _Coverage], reloa
 
 
 def _disjoint(name: str, covered: _Coverage) -> None:
-    order = sorted(range(len(covered.boxes)), key=lambda i: covered.boxes[i].start)
-    for at, left in enumerate(order):
-        a = covered.boxes[left]
-        for right in order[at + 1 :]:
-            b = covered.boxes[right]
-            if a.start and b.start[0] >= a.start[0] + a.shape[0]:
-                break
-            if a.intersect(b) is not None:
-                raise IncompletePlanError(
-                    "a live element would be written twice",
-                    where=f"live tensor {name}",
-                    seen=f"{covered.names[left]} at {a.start}+{a.shape}, {covered.names[right]} at {b.start}+{b.shape}",
-                    expected="each live element from one place",
-                    fix="publish each weight under one name",
-                )
+    if (pair := first_overlap(covered.boxes)) is None:
+        return
+    (left, right), (a, b) = pair, (covered.boxes[place] for place in pair)
+    raise IncompletePlanError(
+        "a live element would be written twice",
+        where=f"live tensor {name}",
+        seen=f"{covered.names[left]} at {a.start}+{a.shape}, {covered.names[right]} at {b.start}+{b.shape}",
+        expected="each live element from one place",
+        fix="publish each weight under one name",
+    )

@@ -8,7 +8,7 @@ a new transport is one file plus a line in `EXPORTERS` and `IMPORTERS`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
@@ -140,6 +140,24 @@ def make_importer(name: str, sources: list[dict[str, Any]], needed: set[BufferKe
     """
     importer: Importer = _lookup(IMPORTERS, name)(sources, needed, device)
     return importer
+
+
+def needed_records(sources: Sequence[dict[str, Any]], needed: Collection[BufferKey]) -> dict[BufferKey, dict[str, Any]]:
+    """Pick the records of the buffers that a worker reads.
+
+    Args:
+        sources: The manifest's source records.
+        needed: Rank and name of each buffer.
+
+    Returns:
+        Rank and name -> the buffer's record, in the order of the manifest.
+    """
+    return {
+        (int(source["rank"]), name): record
+        for source in sources
+        for name, record in source["buffers"].items()
+        if (int(source["rank"]), name) in needed
+    }
 
 
 def open_control(importer: Importer, source: dict[str, Any]) -> ControlReader:

@@ -27,7 +27,7 @@ from vime_sync.control import ControlReader
 from vime_sync.errors import StaleSourceError, TransportError
 from vime_sync.layout import DTYPES, dtype_name
 from vime_sync.source import WeightSource
-from vime_sync.transports import BufferKey
+from vime_sync.transports import BufferKey, needed_records
 
 BUFFERS, CONTROL = "buffers.safetensors", "control.json"
 
@@ -149,12 +149,7 @@ class DiskImporter:
     def __init__(self, sources: list[dict[str, Any]], needed: set[BufferKey], device: torch.device) -> None:
         """Remember what is needed."""
         self._device = device
-        self._records = {
-            (int(source["rank"]), name): record
-            for source in sources
-            for name, record in source["buffers"].items()
-            if (source["rank"], name) in needed
-        }
+        self._records = needed_records(sources, needed)
         self._buffers: dict[BufferKey, torch.Tensor] = {}
 
     def open(self) -> Mapping[BufferKey, torch.Tensor]:
