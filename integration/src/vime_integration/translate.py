@@ -69,10 +69,14 @@ def head_arguments(config: RunConfig) -> list[str]:
 
 
 def step_deadline(config: RunConfig) -> float:
-    """Return the seconds that one rollout may take: every wave of requests at its own deadline, and one to spare."""
-    section = config.rollout
+    """Return the seconds that one rollout may take: every wave of requests at its own deadline, and one to spare.
+
+    Where engines are started again, requests wait for that as long as it may take, as often as it may happen.
+    """
+    section, engine = config.rollout, config.engine
+    mending = 0.0 if engine.urls else engine.restarts * (engine.start_deadline_s + config.sync.deadline_s)
     waves = -(-section.batch_size * section.samples_per_prompt // section.concurrency)
-    return (waves + 1) * section.max_turns * section.request_deadline_s + config.reward.timeout_s
+    return (waves + 1) * section.max_turns * section.request_deadline_s + config.reward.timeout_s + mending
 
 
 def evaluation_data_config(config: RunConfig) -> DataConfig:

@@ -242,3 +242,14 @@ async def test_strangers_are_refused(start_server):
     with pytest.raises(EngineStateError, match="does not serve"):
         pool.replace(RemoteEngine("http://127.0.0.1:9", name="e0"))
     await engine.stop()
+
+
+async def test_a_core_that_does_not_say_its_version_is_not_waited_for_longer_than_a_request(start_server):
+    server = start_server(2)
+    engine = await connect(server)
+    server.label, server.answers = None, ["hang"]
+    async with asyncio.timeout(LONG / 2):
+        with pytest.raises(EngineTimeoutError, match="GET /weight_info"):
+            await engine.generate(ask(1), version=3, deadline_s=0.2)
+    assert server.generations() == []
+    await engine.stop()

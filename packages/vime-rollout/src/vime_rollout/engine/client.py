@@ -205,15 +205,17 @@ class EngineClient:
         limit = self._control_deadline_s if deadline_s is None else deadline_s
         return await self.within(limit, self._once(self._session(), method, path, **options), f"{method} {path}")
 
-    async def read(self, path: str) -> Any:
+    async def read(self, path: str, *, deadline_s: float | None = None) -> Any:
         """Ask for something within the control deadline; again after a failure that may pass, for it changes nothing.
 
         Args:
             path: Route, such as ``"/weight_info"``.
+            deadline_s: Seconds, where they are fewer than the control deadline's.
         """
+        limit = self._control_deadline_s if deadline_s is None else min(deadline_s, self._control_deadline_s)
         what = f"GET {path}"
         asked = self._retrying(lambda: self._once(self._session(), "GET", path), what, self.incarnation)
-        return await self.within(self._control_deadline_s, asked, what)
+        return await self.within(limit, asked, what)
 
     async def within(self, limit: float, call: Awaitable[_T], what: str) -> _T:
         """Await ``call`` for at most ``limit`` seconds.

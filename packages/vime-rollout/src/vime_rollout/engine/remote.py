@@ -182,14 +182,17 @@ class RemoteEngine:
             await self._client.control("POST", "/update_weight_version", json={"new_version": str(initial_version)})
         await self.read_version()
 
-    async def read_version(self) -> int:
+    async def read_version(self, *, deadline_s: float | None = None) -> int:
         """Ask the engine for the version of its weights and return it.
+
+        Args:
+            deadline_s: Seconds, where they are fewer than the control deadline's.
 
         Raises:
             EngineResponseError: When the label is no integer.
         """
         try:
-            info = await self._client.read("/weight_info")
+            info = await self._client.read("/weight_info", deadline_s=deadline_s)
         except (EngineBusyError, EngineTimeoutError) as error:
             raise await self._diagnose(error) from error
         try:
@@ -254,20 +257,23 @@ class RemoteEngine:
             return await self._client.generate_many(request, count, deadline_s=deadline_s)
         self._about_to_ask += count  # or a pool would take this engine for idle meanwhile
         try:
-            before = await self.read_version()
+            before = await self.read_version(deadline_s=deadline_s)
         finally:
             self._about_to_ask -= count
         generations = await self._client.generate_many(request, count, deadline_s=deadline_s)
-        older = min(before, await self.read_version())
+        older = min(before, await self.read_version(deadline_s=deadline_s))
         return tuple(
             replace(g, versions=(VersionSpan(older, 0, len(g.tokens)),) if g.tokens else ()) for g in generations
         )
 
     async def _ready_at(self, version: int | None, deadline_s: float | None) -> None:
+        limit = self._client.request_deadline_s if deadline_s is None else deadline_s
         if self.state is not EngineState.READY:
-            limit = self._client.request_deadline_s if deadline_s is None else deadline_s
             await self._client.within(limit, self._states.until_ready(), "waiting until it is ready")
-        if version is not None and self._version != version and await self.read_version() != version:
+        if version is None or self._version == version:
+            return
+        # Only the core knows, and one that hangs must not be waited for longer than a request would be.
+        if await self.read_version(deadline_s=limit) != version:
             raise VersionMismatchError(
                 "engine has other weights than asked for",
                 where=f"engine {self.name}",
