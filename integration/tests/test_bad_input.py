@@ -113,8 +113,6 @@ def test_prompt_longer_than_the_context_is_named(case: Case) -> None:
     assert "prompt data" in text
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 def test_sources_of_ones_own_are_made_as_the_rollout_makes_them(tmp_path: Path) -> None:
     """With their options and the tokenizer that they ask for; what cannot be made is told before the start."""
     own = ["data.kind=custom", "data.source=own_code:Sums", "data.options.size=40"]
@@ -141,6 +139,8 @@ def test_a_router_that_is_not_installed_is_told_before_engines_start(case: Case,
     assert not (case.folder / "run").exists()
 
 
+@pytest.mark.engine
+@pytest.mark.slow
 def test_engine_that_cannot_start_shows_the_end_of_its_log(case: Case) -> None:
     code, text = case.run("--set", 'engine.extra_args=["--no-such-argument"]')
     assert code == 4
