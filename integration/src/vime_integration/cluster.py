@@ -41,7 +41,7 @@ def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
     variables = {**LEAVE_CHILDREN, **environment}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    talking = _quieted()
+    talking, passed_on = _quieted()
     try:
         try:
             ray.init(
@@ -61,7 +61,8 @@ def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-        logging.getLogger("ray").handlers[:] = talking
+        log = logging.getLogger("ray")
+        log.handlers[:], log.propagate = talking, passed_on
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -69,14 +70,15 @@ def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _quieted() -> list[logging.Handler]:
-    """Send what Ray says to the process's own log; returns what had sent it to the terminal.
+def _quieted() -> tuple[list[logging.Handler], bool]:
+    """Send what Ray says to the process's own log; returns how it was: what sent it to the terminal, and propagation.
 
     A question to an engine that died meanwhile is dropped with its answer, and Ray reports that as an unhandled error.
     """
     log = logging.getLogger("ray")
-    talking, log.handlers[:], log.propagate = list(log.handlers), [], True
-    return talking
+    before = list(log.handlers), log.propagate
+    log.handlers[:], log.propagate = [], True
+    return before
 
 
 def log_to_file(path: Path) -> None:
