@@ -73,10 +73,18 @@ def step_deadline(config: RunConfig) -> float:
 
     Where engines are started again, requests wait for that as long as it may take, as often as it may happen.
     """
-    section, engine = config.rollout, config.engine
-    mending = 0.0 if engine.urls else engine.restarts * (engine.start_deadline_s + config.sync.deadline_s)
+    section = config.rollout
+    mending = config.engine.restarts * return_deadline(config)
     waves = -(-section.batch_size * section.samples_per_prompt // section.concurrency)
     return (waves + 1) * section.max_turns * section.request_deadline_s + config.reward.timeout_s + mending
+
+
+def return_deadline(config: RunConfig) -> float:
+    """Return the seconds that a request waits for an engine that is started again; 0 where none is."""
+    engine = config.engine
+    if engine.urls or not engine.restarts:
+        return 0.0
+    return engine.start_deadline_s + config.sync.deadline_s
 
 
 def evaluation_data_config(config: RunConfig) -> DataConfig:

@@ -15,6 +15,7 @@ from vime_rollout.errors import EngineDeadError
 from vime_rollout.experimental import RoutedEngines, Router, RouterConfig
 
 from vime_integration.actors.engine import EngineAddress
+from vime_integration.translate import return_deadline
 
 
 class Reach:
@@ -63,8 +64,7 @@ class Reach:
             await engine.connect()
             self._engines[address.name] = engine
         engines = list(self._engines.values())
-        mended = section.restarts > 0 and not section.urls
-        back_s = section.start_deadline_s + self._config.sync.deadline_s
+        back_s = return_deadline(self._config)
         if section.router:
             settings = RouterConfig(
                 log_path=str(self._log),
@@ -75,12 +75,12 @@ class Reach:
             self._router = Router(settings, [engine.url for engine in engines])
             await self._router.start()
             self._front = RoutedEngines(
-                self._router, engines, return_deadline_s=back_s if mended else 0.0, max_losses=section.restarts + 1
+                self._router, engines, return_deadline_s=back_s, max_losses=section.restarts + 1
             )
             return
         self._front = EnginePool(
             engines,
-            on_loss="wait" if mended else "raise",
+            on_loss="wait" if back_s else "raise",
             return_deadline_s=back_s,
             max_losses=section.restarts + 1,
         )
