@@ -255,19 +255,23 @@ class RemoteEngine:
         """Generate once; where the engine does not stamp tokens, find out their version (see ``window``)."""
         if self._client.dialect.stamps_tokens:
             return await self._client.generate_many(request, count, deadline_s=deadline_s)
+        limit = self._limit(deadline_s)
         self._about_to_ask += count  # or a pool would take this engine for idle meanwhile
         try:
-            before = await self.read_version(deadline_s=deadline_s)
+            before = await self.read_version(deadline_s=limit)
         finally:
             self._about_to_ask -= count
         generations = await self._client.generate_many(request, count, deadline_s=deadline_s)
-        older = min(before, await self.read_version(deadline_s=deadline_s))
+        older = min(before, await self.read_version(deadline_s=limit))
         return tuple(
             replace(g, versions=(VersionSpan(older, 0, len(g.tokens)),) if g.tokens else ()) for g in generations
         )
 
+    def _limit(self, deadline_s: float | None) -> float:
+        return self._client.request_deadline_s if deadline_s is None else deadline_s
+
     async def _ready_at(self, version: int | None, deadline_s: float | None) -> None:
-        limit = self._client.request_deadline_s if deadline_s is None else deadline_s
+        limit = self._limit(deadline_s)
         if self.state is not EngineState.READY:
             await self._client.within(limit, self._states.until_ready(), "waiting until it is ready")
         if version is None or self._version == version:
