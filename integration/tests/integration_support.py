@@ -144,7 +144,9 @@ class Launch:
 
     def __init__(self, *arguments: str, output: Path) -> None:
         self.output = output
-        # The marker finds every process of the run, also those that the driver's death makes orphans.
+        # The marker finds every process of the run, also those that the driver's death makes orphans, except those that
+        # give themselves a title: it is written over their environment. They are remembered while the driver lives.
+        self.titled: dict[int, psutil.Process] = {}
         self.marker = f"run-{os.getpid()}-{time.monotonic_ns()}"
         # As a user does who has code of their own beside the configuration.
         own = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -160,12 +162,22 @@ class Launch:
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 
+    def remember(self) -> None:
+        """Keep what is below the driver now, for the time when it is below it no more."""
+        try:
+            below = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.Error:  # it is gone
+            return
+        self.titled |= {process.pid: process for process in below}
+
     def processes(self) -> list[psutil.Process]:
+        self.remember()
         found = []
         for process in psutil.process_iter():
             try:
+                known = self.titled.get(process.pid) == process
                 alive = process.status() != psutil.STATUS_ZOMBIE
-                if alive and process.environ().get("VIME_TEST_MARKER") == self.marker:
+                if alive and (known or process.environ().get("VIME_TEST_MARKER") == self.marker):
                     found.append(process)
             except psutil.Error:
                 continue
@@ -196,6 +208,7 @@ class Launch:
         end = time.monotonic() + deadline_s
         while time.monotonic() < end:
             if log.exists() and f"step {step}: {phase}" in log.read_text(errors="replace"):
+                self.remember()
                 return
             if self.process.poll() is not None:
                 pytest.fail(
@@ -214,6 +227,7 @@ class Launch:
             if self.process.poll() is not None:
                 pytest.fail(f"the run ended with {self.process.returncode} before step {step}:\n{self.text()}")
             if metrics.exists() and len(metrics.read_text().splitlines()) >= step:
+                self.remember()
                 return
             time.sleep(0.1)
         pytest.fail(f"no step {step} within {deadline_s} s:\n{self.text()}")

@@ -4,8 +4,8 @@ The run has a cluster of its own (``address="local"``): it joins no cluster that
 out no devices here. Placement is ours (placement.py): every actor sees the devices that vime-devices gives it, in an
 order that the whole node agrees on, so Ray must be told to leave the masks alone before it starts.
 
-Ray ties its processes to the driver (PR_SET_PDEATHSIG), so a ``kill -9`` of the driver takes the cluster with it; the
-actors tie what they start to themselves in the same way.
+Ray ties its processes to the driver (PR_SET_PDEATHSIG), so a ``kill -9`` of the driver takes the cluster with it; what
+Ray forgets, remains.py ends. The actors tie what they start to themselves in the same way.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import ray
 
 from vime_integration.errors import PipelineError
+from vime_integration.remains import end_with_the_driver
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +59,13 @@ def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
                 expected="a local cluster within 30 s",
                 fix="look at /tmp/ray/session_latest/logs; free memory and /dev/shm; set TMPDIR where /tmp is full",
             ) from error
-        yield
+        with end_with_the_driver():
+            try:
+                yield
+            finally:
+                ray.shutdown()
     finally:
-        ray.shutdown()
+        ray.shutdown()  # of what a start that failed has left
         log = logging.getLogger("ray")
         log.handlers[:], log.propagate = talking, passed_on
         for name, value in before.items():

@@ -1,0 +1,59 @@
+"""Nothing of a Ray cluster outlives its driver, and nothing else is touched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from vime_integration import remains
+
+DRIVER = """
+import time
+from vime_integration.cluster import ray_cluster
+with ray_cluster(cpus=1, environment={}):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+#: Ray's agents would stay for 60 s, its workers stay for 3.
+GONE_S = 30.0
+
+
+@pytest.mark.slow
+def test_a_cluster_goes_with_a_driver_that_was_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "ready\n"
+        below = psutil.Process(driver.pid).children(recursive=True)
+        titles = [" ".join(process.cmdline()) for process in below]
+        driver.kill()
+    assert any("DashboardAgent" in title for title in titles), f"Ray has the agents that this is about: {titles}"
+    _, alive = psutil.wait_procs(below, GONE_S)
+    left = [process.cmdline() for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert left == []
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        yield process
+        process.kill()
+
+
+def _guard(name: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-P", remains.__file__, name], stdin=subprocess.PIPE)
+
+
+def test_only_the_process_that_was_named_is_killed_and_not_before_the_end(sleeper: subprocess.Popen[bytes]) -> None:
+    start = psutil.Process(sleeper.pid).create_time()
+    with _guard(f"{sleeper.pid}:{start - 60!r}") as other:
+        other.communicate(timeout=30)
+    assert (other.returncode, sleeper.poll()) == (0, None), "the id belonged to another process"
+    with _guard(f"{sleeper.pid}:{start!r}") as guard:
+        time.sleep(1)
+        assert (guard.poll(), sleeper.poll()) == (None, None), "the driver lives"
+        guard.communicate(timeout=30)
+    assert sleeper.wait(30) == -9
