@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,18 +21,21 @@ from vime_rollout.engine.scratch import make_scratch
 from vime_rollout.engine.vllm import check_port, free_port
 from vime_rollout.errors import EngineStartError
 
-#: A tree of three: a parent that ignores SIGTERM, a child in a session of its own, and an orphan that the child left.
-#: The parent has a socket in its temporary folder, as vLLM does.
+#: A tree of four: a parent that ignores SIGTERM, its resource tracker, a child in a session of its own, and an orphan
+#: that the child left. The parent has a socket in its temporary folder, shared memory and a semaphore, as vLLM has.
 TREE = """
-import os, signal, socket, subprocess, sys, tempfile, time
+import multiprocessing, os, signal, socket, subprocess, sys, tempfile, time
+from multiprocessing.shared_memory import SharedMemory
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(os.path.join(tempfile.gettempdir(), "x" * 36))
+segment = SharedMemory(create=True, size=4096)
+lock = multiprocessing.get_context("spawn").Lock()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
 child = f"import subprocess, sys; subprocess.Popen({sleep!r}, start_new_session=True)"
 subprocess.run([sys.executable, "-c", child], check=True)
 subprocess.Popen(sleep, start_new_session=True)
-print("up", flush=True)
+print("up", segment.name, "sem." + lock._semlock.name[1:], flush=True)
 time.sleep(300)
 """
 
@@ -58,6 +62,12 @@ def alive(pids):
     return [pid for pid in pids if lives(pid)]
 
 
+def shared(log):
+    """Return the shared memory that ``TREE`` has made, as its log names it, and that is there."""
+    names = re.search(r"^up (\S+) (\S+)$", log.read_text(), re.MULTILINE)
+    return [path for name in names.groups() if (path := Path("/dev/shm", name)).exists()]
+
+
 def grown(tmp_path):
     """Start ``TREE`` and return it with its members by role."""
     process = start(tmp_path, TREE)
@@ -65,7 +75,8 @@ def grown(tmp_path):
     (warden,) = (p.pid for p in psutil.Process(process.pid).children() if "warden.py" in " ".join(p.cmdline()))
     (command,) = (p.pid for p in psutil.Process(warden).children() if "SIG_IGN" in p.cmdline()[-1])
     members = process.members()
-    assert len(members) == 5
+    assert len(members) == 6
+    assert len(shared(process.log_path)) == 2
     (entry,) = process.scratch.iterdir()
     assert entry.is_socket()
     return process, {"keeper": process.pid, "warden": warden, "command": command}, members
@@ -78,6 +89,7 @@ def test_stop_ends_the_whole_tree(tmp_path, forced):
     assert alive(members) == []
     assert process.members() == []
     assert not process.scratch.exists()
+    assert shared(process.log_path) == []
     assert process.stop() == 128 + signal.SIGKILL
 
 
@@ -105,6 +117,7 @@ def test_the_tree_ends_when_one_of_its_guards_or_its_command_is_killed(tmp_path,
     until(lambda: alive(members) == [])
     assert process.wait(15) == 128 + signal.SIGKILL
     until(lambda: not process.scratch.exists())  # nobody had to ask for it
+    assert shared(process.log_path) == []
     process.stop()
 
 
@@ -143,13 +156,15 @@ def owner(tmp_path):
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     scratch, *words = parent.stdout.readline().split()
     members = [int(p) for p in words]
-    assert len(alive(members)) == 5
+    assert len(alive(members)) == 6
+    assert len(shared(tmp_path / "log")) == 2
     yield parent, members
     parent.kill()
     parent.wait(10)
     parent.stdout.close()
     until(lambda: alive(members) == [])
     until(lambda: not Path(scratch).exists())
+    assert shared(tmp_path / "log") == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -184,6 +199,7 @@ def test_the_tree_is_swept_when_both_guards_were_killed(tmp_path):
         os.kill(roles[role], signal.SIGKILL)
     process.stop()
     assert not process.scratch.exists()
+    assert shared(process.log_path) == []
     until(lambda: alive(session) == [])
     for pid in alive(members):  # those that left the session and lost both parents are beyond reach: end them here
         os.kill(pid, signal.SIGKILL)

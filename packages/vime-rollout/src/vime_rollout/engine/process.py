@@ -122,9 +122,9 @@ class EngineProcess:
                     seen=f"processes {members}",
                     fix="look at their kernel stacks (/proc/PID/stack); the device driver may hang",
                 )
-            if time.monotonic() > polite or not any(map(_is_guard, members)):
-                for pid in members:
-                    _kill(pid)
+            late = time.monotonic() > polite
+            if late or not any(map(_is_guard, members)):
+                warden.kill(members, spare_trackers=not late)
             self._keeper.poll()
             time.sleep(_POLL_S)
         self._keeper.wait(5.0)
@@ -172,8 +172,3 @@ def _is_guard(pid: int) -> bool:
         return str(Path(warden.__file__)) in psutil.Process(pid).cmdline()
     except psutil.Error:
         return False
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)

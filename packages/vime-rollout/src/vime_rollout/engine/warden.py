@@ -17,8 +17,10 @@ the warden, which is nobody's direct child, still does its work. These mechanism
 * the command gets a parent-death signal, in case both are killed at one time.
 
 The end is polite first (SIGTERM to the command), forced after a grace period (SIGKILL to everything below). The owner
-orders it by closing the pipe, or the forced end alone by writing ``FORCE`` before. Then the tree's temporary folder is
-removed: what was killed has left its sockets there. The exit code is the command's, or 128 + the signal that ended it.
+orders it by closing the pipe, or the forced end alone by writing ``FORCE`` before. Python's *resource trackers* are
+spared at first: one ends by itself when the last process that uses it has, and removes what those have left in shared
+memory (vLLM's workers talk through a quarter of a gigabyte of it). Then the tree's temporary folder is removed: what
+was killed has left its sockets there. The exit code is the command's, or 128 + the signal that ended it.
 
 Usage: ``python -P -S warden.py GRACE_SECONDS TEMPORARY_FOLDER COMMAND [ARGUMENT ...]``
 """
@@ -43,6 +45,10 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.2
 _KILLED = 128 + signal.SIGKILL
+#: Seconds that a resource tracker gets to remove what the others have left; it takes milliseconds.
+_TRACKER_S = 5.0
+#: What ``multiprocessing.resource_tracker`` starts itself with.
+_TRACKER = b"multiprocessing.resource_tracker"
 #: Written to stdin by an owner that wants no polite end.
 FORCE = b"k"
 
@@ -75,14 +81,28 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def clear(root: int) -> None:
-    """Kill everything below ``root``, this process, until nothing is left."""
-    while below := descendants(root):
-        for pid in below:
+def kill(processes: list[int], *, spare_trackers: bool) -> None:
+    """Kill processes, all but Python's resource trackers where these are to be spared."""
+    for pid in processes:
+        if not (spare_trackers and _is_tracker(pid)):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it ended meanwhile
+        return False
+
+
+def clear(root: int) -> None:
+    """Kill everything below ``root``, this process, until nothing is left."""
+    deadline = time.monotonic() + _TRACKER_S
+    while below := descendants(root):
+        kill(below, spare_trackers=time.monotonic() < deadline)
         reap()
         time.sleep(0.02)
     reap()
