@@ -105,6 +105,49 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_old_bundle(store: BundleStor
     assert store.latest().state == {"n": 2}
 
 
+@pytest.mark.parametrize("step", [1, 2], ids=["replaced", "pruned"])
+def test_a_kill_in_the_middle_of_a_removal_leaves_no_half_of_a_bundle(store: BundleStore, step: int) -> None:
+    store.write(1, {}, fill_with(a=b"abc", b=b"def"))
+    program = (
+        "import os, shutil, signal, sys; from pathlib import Path; from vime_integration.bundle import BundleStore\n"
+        "def half(folder, ignore_errors=False):\n"
+        "    if Path(folder, 'b').exists():\n"
+        "        Path(folder, 'b').unlink(); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "shutil.rmtree = half\n"
+        "BundleStore(Path(sys.argv[1]), keep=1).write(int(sys.argv[2]), {}, lambda d: (d / 'a').write_bytes(b'x'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(store.root), str(step)], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert [store.open(standing).step for standing in store.steps()] == [step]
+    store.write(3, {}, fill_with(a=b"x"))
+    names = {path.name for path in store.root.iterdir()}
+    assert names == {f"step-{step:06d}", "step-000003"}, "what the kill left under another name is gone"
+
+
+def test_nothing_gets_a_bundles_name_before_it_is_on_the_disk(
+    store: BundleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power failure would show cannot be had here: this is the order that POSIX asks of a durable rename."""
+    flushed: set[int] = set()
+    fsync, rename = os.fsync, Path.rename
+
+    def flush(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def named(path: Path, target: Path) -> Path:
+        left = [str(entry) for entry in (path, *path.rglob("*")) if entry.stat().st_ino not in flushed]
+        assert left == [], "not flushed before the rename"
+        flushed.clear()
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(Path, "rename", named)
+    bundle = store.write(1, {}, fill_with(trainer__rank0=b"weights", a=b"x"))
+    assert {path.name for path in bundle.path.rglob("*")} == {"trainer", "rank0", "a", "bundle.json"}
+    assert flushed == {store.root.stat().st_ino}, "the name itself is flushed afterwards"
+
+
 def test_a_write_that_the_system_cuts_short_is_reported(store: BundleStore) -> None:
     """RLIMIT_FSIZE makes the kernel refuse a long write, without any special rights."""
     store.write(1, {}, fill_with(a=b"abc"))

@@ -1,7 +1,8 @@
 """Resume bundles: one atomic directory a save, with everything that a run needs to go on.
 
-A bundle is written under a hidden name, flushed to disk, and renamed. So at any moment, whatever is killed, a folder
-named ``step-NNNNNN`` is a whole bundle and the ones before it are untouched. Its ``bundle.json`` holds the pipeline's
+A bundle is written under a hidden name, flushed to disk, and renamed; one that goes loses its name before it is removed.
+So at any moment, whatever is killed, a folder named ``step-NNNNNN`` is a whole bundle and the ones before it are
+untouched; what a kill leaves under hidden names goes with the next save. Its ``bundle.json`` holds the pipeline's
 state and the size and SHA-256 of every file in it; a bundle that does not match is refused with the file's name, and
 the next older one is offered. Only after a new bundle stands are old ones removed, so the newest ``keep`` are there.
 
@@ -76,8 +77,7 @@ class BundleStore:
             record = {"format": FORMAT, "step": step, "state": state, "files": _inventory(hidden)}
             _write_durably(hidden / STATE_FILE, json.dumps(record, indent=1, sort_keys=True))
             _fsync_tree(hidden)
-            if final.exists():  # a resumed run reaches the same step again
-                shutil.rmtree(final)
+            self._hide(final)  # a resumed run reaches the same step again
             hidden.rename(final)
             _fsync_directory(self.root)
         except OSError as error:
@@ -151,7 +151,16 @@ class BundleStore:
 
     def _prune(self) -> None:
         for step in self.steps()[: -self.keep]:
-            shutil.rmtree(self.root / f"{PREFIX}{step:06d}")
+            self._hide(self.root / f"{PREFIX}{step:06d}")
+        for hidden in self.root.glob(f"{TEMPORARY}*"):
+            shutil.rmtree(hidden)
+
+    def _hide(self, bundle: Path) -> None:
+        """Take a bundle's name away, if it has one, so that it may be removed piece by piece."""
+        if bundle.exists():
+            hidden = self.root / f"{TEMPORARY}old-{bundle.name}"
+            shutil.rmtree(hidden, ignore_errors=True)
+            bundle.rename(hidden)
 
 
 def _inventory(folder: Path, leave_out: str = "") -> dict[str, dict[str, Any]]:
