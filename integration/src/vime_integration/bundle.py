@@ -1,10 +1,10 @@
 """Resume bundles: one atomic directory a save, with everything that a run needs to go on.
 
-A bundle is written under a hidden name, flushed to disk, and renamed; one that goes loses its name before it is removed.
-So at any moment, whatever is killed, a folder named ``step-NNNNNN`` is a whole bundle and the ones before it are
-untouched; what a kill leaves under hidden names goes with the next save. Its ``bundle.json`` holds the pipeline's
-state and the size and SHA-256 of every file in it; a bundle that does not match is refused with the file's name, and
-the next older one is offered. Only after a new bundle stands are old ones removed, so the newest ``keep`` are there.
+A bundle is written under a hidden name, flushed to disk, and renamed; one that goes is hidden before it is removed. So
+at any moment, whatever is killed, a folder named ``step-NNNNNN`` is a whole bundle and the ones before it are
+untouched; what a kill leaves under hidden names goes with the next save. Its ``bundle.json`` holds the pipeline's state
+and the size and SHA-256 of every file in it; a bundle that does not match is refused with the file's name, and the next
+older one is offered. Only after a new bundle stands are old ones removed, so the newest ``keep`` are there.
 
 The write order (write, fsync files and folders, rename, fsync the parent) is what POSIX asks of a durable rename.
 """
