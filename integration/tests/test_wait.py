@@ -60,11 +60,13 @@ def test_answers_come_back_by_name_in_the_order_of_the_question() -> None:
 def test_the_deadline_names_who_was_silent() -> None:
     quick, slow = worker(), worker()
     gather({"quick": quick.answer.remote(0), "slow": slow.answer.remote(0)}, doing="start", deadline_s=60.0)
+    answer = quick.answer.remote(1)
+    ray.wait([answer], timeout=60)
     began = time.monotonic()
     with pytest.raises(PipelineError, match="think did not finish in time") as caught:
-        gather({"quick": quick.answer.remote(1), "slow": slow.sleep.remote()}, doing="think", deadline_s=2.0)
+        gather({"quick": answer, "slow": slow.sleep.remote()}, doing="think", deadline_s=1.0)
     assert caught.value.where == "slow"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     ray.kill(slow)
 
 
@@ -76,7 +78,7 @@ def test_the_first_error_ends_the_wait_as_it_is_with_the_remote_traceback() -> N
         gather({"slow": slow.sleep.remote(), "failing": failing.fail.remote()}, doing="read", deadline_s=60.0)
     assert (caught.value.where, caught.value.fix) == ("data.jsonl", "add some")
     assert any("raised in failing while it was asked to read" in note for note in caught.value.__notes__)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 30
     ray.kill(slow)
 
 

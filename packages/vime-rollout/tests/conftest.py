@@ -136,7 +136,7 @@ class FaultyServer:
 
     A queue that is empty answers with a good completion. Faults that a real engine cannot be brought to show at will.
     With a ``label``, the routes of health and weight version answer as a server's whose weights have it, and only
-    generations take from the queue.
+    generations take from the queue. With a ``meeting``, each answer waits until so many requests are there.
     """
 
     def __init__(self) -> None:
@@ -146,6 +146,7 @@ class FaultyServer:
         self.label: str | None = None
         self.release = "0.32.0"
         self.delay_s = 0.0
+        self.meeting: threading.Barrier | None = None
         self._running = 0
         self._lock = threading.Lock()
         self._release = threading.Event()
@@ -177,6 +178,8 @@ class FaultyServer:
             answer = self._answer(handler.path, body)
             self._running += 1
             self.peak = max(self.peak, self._running)
+        if self.meeting is not None:
+            self.meeting.wait(60)
         time.sleep(self.delay_s)
         if answer == "hang":
             self._release.wait(300)

@@ -95,7 +95,7 @@ async def test_a_slow_function_scores_zero_with_the_reason(make_sample):
     began = time.monotonic()
     score = await load_reward(f"{THIS}:slow", timeout_s=0.1).score(make_sample())
     assert score == Score(0.0, "timed out after 0.1 s")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20  # it would take 30
 
 
 async def test_failures_of_functions_are_told_with_their_cause(make_sample):
@@ -148,19 +148,19 @@ async def test_math_verify(math_reward, make_sample, response, label, value, rea
 
 
 async def test_a_mad_expression_times_out_and_the_next_is_graded(make_sample):
-    reward = load_reward("math_verify", workers=1, timeout_s=1.0)
+    reward = load_reward("math_verify", workers=1, timeout_s=3.0)
     try:
         assert (await reward.score(make_sample(response="$1$", label="1"))).value == 1.0
         mad = make_sample(response=r"$9^{9^{9^{9}}}$", label=r"$9^{9^{9^{8}}}$")
         score = await reward.score(mad)
-        assert (score.value, score.reason) == (0.0, "timed out after 1 s")
+        assert (score.value, score.reason) == (0.0, "timed out after 3 s")
         assert (await reward.score(make_sample(response="$2$", label="2"))).value == 1.0
     finally:
         reward.close()
 
 
 async def test_one_that_times_out_costs_the_others_of_its_batch_nothing(make_sample):
-    reward = load_reward("math_verify", workers=1, timeout_s=1.0)
+    reward = load_reward("math_verify", workers=1, timeout_s=3.0)
     right = [make_sample(index=i, response=f"${i}$", label=f"{i}") for i in range(24)]
     mad = make_sample(response=r"$9^{9^{9^{9}}}$", label=r"$9^{9^{9^{8}}}$")
     try:
@@ -170,7 +170,7 @@ async def test_one_that_times_out_costs_the_others_of_its_batch_nothing(make_sam
     finally:
         reward.close()
     assert [score.value for score in scores] == [1.0] * 3 + [0.0] + [1.0] * 21
-    assert scores[3].reason == "timed out after 1 s"
+    assert scores[3].reason == "timed out after 3 s"
 
 
 @pytest.mark.parametrize("size", [1, 3000, 100_000])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from threading import Barrier
 
 import pytest
 from hypothesis import given, settings
@@ -84,7 +85,7 @@ async def test_the_first_refusal_ends_those_that_are_asked_one_by_one(start_serv
     client = client_of(server)
     greedy = GenerateRequest((5,), SamplingParams(max_tokens=4, temperature=0.0))
     with pytest.raises(EngineRequestError, match="too long"):
-        await asyncio.wait_for(client.generate_many(greedy, 3), 3)
+        await asyncio.wait_for(client.generate_many(greedy, 3), 60)  # the server would hang for 300
     assert client.in_flight == 0
     await client.close()
 
@@ -108,12 +109,13 @@ async def test_samples_of_one_request_are_lost_and_asked_for_together(start_serv
 
 async def test_concurrency_counts_samples(start_server, good_completion):
     server = start_server(0)
-    server.delay_s = 0.05
+    server.delay_s, server.meeting = 0.05, Barrier(2)
     client = client_of(server, max_concurrency=5)
     pair = {"choices": [choice(good_completion, index, [7]) for index in range(2)]}
     server.answers = [(200, pair)] * 8
     await asyncio.gather(*(client.generate_many(REQUEST, 2) for _ in range(8)))
     assert server.peak == 2
+    server.meeting = None
     nine = {"choices": [choice(good_completion, index, [7]) for index in range(9)]}
     server.answers = [(200, nine)]
     assert len(await client.generate_many(REQUEST, 9)) == 9  # more than there are slots: it has all of them
@@ -161,9 +163,9 @@ def test_slots_are_never_too_many_never_lost_and_given_in_order(count, steps):
                 await asyncio.sleep(0)
         for event in leave.values():
             event.set()
-        await asyncio.wait_for(asyncio.gather(*tasks.values(), return_exceptions=True), 5)
+        await asyncio.wait_for(asyncio.gather(*tasks.values(), return_exceptions=True), 60)
         assert given_out == sorted(given_out)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             async with slots.hold(count):  # all are there again
                 assert held == 0
 
