@@ -36,12 +36,17 @@ EVALUATION = [
         (["rollout.top_p=0.9", "rollout.top_k=5"], r"rollout.top_p and rollout.top_k cut the sampled distribution"),
         (["trainer.min_learning_rate=1"], r"min_learning_rate \(1.0\) is above trainer.learning_rate"),
         (["trainer.lr_schedule=cosine", "trainer.warmup_steps=3"], r"leaves nothing of the run's 3 optimiser steps"),
-        (["trainer.distributed_optimizer=true"], r"trainer.data_parallel is 1"),
+        (["trainer.distributed_optimizer=true"], r"trainer.data_parallel and trainer.context_parallel are 1"),
         (["algorithm.clip_low=1"], r"must be below 1"),
         (["algorithm.clip_dual=0.5"], r"must be above 1, or 0"),
         (["algorithm.clip_dual=3", "algorithm.policy_loss=cispo"], r"clip_dual needs"),
         (["algorithm.correction_low=2"], r"correction_low \(2.0\) must be below"),
         (["algorithm.correction=mis", "algorithm.correction_low=0.5"], r'"mis" has no lower bound .* "icepop" drops'),
+        (["algorithm.correction_low=0.5"], r'"none" has no lower bound'),
+        (["algorithm.correction_high=5"], r'"none" has no upper bound and algorithm.correction_high is 5.0'),
+        (["algorithm.correction=decoupled", "algorithm.correction_high=5"], r'"decoupled" has no upper bound'),
+        (["algorithm.correction=mis", "algorithm.correction_high=0.5"], r"must have 1 between them"),
+        (["algorithm.correction=icepop", "algorithm.correction_low=1.5"], r"must have 1 between them"),
         (["algorithm.correction_level=sequence"], r'correction is "none"'),
         (["algorithm.correction=tis", "algorithm.old_logprobs=rollout"], r'needs algorithm.old_logprobs = "recompute"'),
         (["data.apply_chat_template=false", "data.system_prompt=x"], r"data.system_prompt needs"),
@@ -144,6 +149,9 @@ def test_overrides_of_the_users_keep_the_type_of_the_logits(
         ["tracking.wandb=true", "tracking.wandb_project=p"],
         ["pipeline.mode=async", "pipeline.max_weight_lag=0", "pipeline.queue_groups=8"],
         ["trainer.data_parallel=2", "trainer.distributed_optimizer=true", "trainer.tensor_parallel=2"],
+        ["trainer.context_parallel=4", "trainer.distributed_optimizer=true"],
+        ["algorithm.correction=tis", "algorithm.correction_high=1"],
+        ["algorithm.correction=icepop", "algorithm.correction_low=0.5", "algorithm.correction_high=5"],
         ["algorithm.steps_per_rollout=4", "algorithm.kl_coef=0.1", "algorithm.clip_dual=3"],
         ["engine.tensor_parallel=4"],  # vLLM gives each of 2 key-value heads to 2 ranks
     ],
@@ -160,6 +168,11 @@ def test_what_fits_is_accepted(run_toml: Path, overrides: list[str]) -> None:
         (["engine.tensor_parallel=3"], r"engine.tensor_parallel \(3\) .*intermediate_size 64"),
         (["engine.max_model_len=1024"], r"above the model's max_position_embeddings \(512\)"),
         (["trainer.pipeline_parallel=2"], r"trainer.pipeline_parallel \(2\) does not divide the model's 3 layers"),
+        (["trainer.context_parallel=3"], r"context_parallel \(3\) does not suit the 4 attention heads and 2 key-value"),
+        (
+            ["trainer.context_parallel=4", "trainer.tensor_parallel=2"],
+            r"does not suit the 2 attention heads and 1 key-value heads that trainer.tensor_parallel \(2\) leaves",
+        ),
         (
             ["trainer.expert_parallel=2", "trainer.data_parallel=2"],
             r"expert_parallel is 2, and the model has no experts",
@@ -178,6 +191,18 @@ def test_a_model_without_grouped_heads_is_checked_by_its_heads(run_toml: Path) -
     del facts["num_key_value_heads"]
     file.write_text(json.dumps(facts))
     assert load_config(run_toml, ["trainer.tensor_parallel=4"]).trainer.tensor_parallel == 4
+
+
+def test_the_width_of_experts_is_theirs(run_toml: Path) -> None:
+    file = run_toml.parent / "model" / "config.json"
+    facts = json.loads(file.read_text())
+    file.write_text(json.dumps(facts | {"num_experts": 4, "intermediate_size": 33, "moe_intermediate_size": 64}))
+    assert load_config(run_toml, ["trainer.tensor_parallel=2"]).trainer.tensor_parallel == 2
+    file.write_text(json.dumps(facts | {"num_experts": 4, "intermediate_size": 64, "moe_intermediate_size": 33}))
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel \(2\) does not divide the model's moe_intermediate_size 33"
+    ):
+        load_config(run_toml, ["trainer.tensor_parallel=2"])
 
 
 def test_experts_must_divide(run_toml: Path) -> None:

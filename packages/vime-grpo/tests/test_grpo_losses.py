@@ -56,9 +56,10 @@ def test_clip_has_two_separate_bounds(
 
 def test_dual_clip_bounds_the_loss_of_bad_tokens_only() -> None:
     loss = PolicyLoss(bounds=ClipBounds(0.2, 0.2, 3.0))
-    value, grad, _ = run(loss, fields([-1.0, 1.0], [10.0, 0.1]))
-    assert value == pytest.approx(3.0 - 0.1)
-    assert grad == pytest.approx([0.0, -0.1])
+    value, grad, sums = run(loss, fields([-1.0, 1.0, -1.0], [10.0, 0.1, 2.0]))
+    assert value == pytest.approx(3.0 - 0.1 + 2.0)
+    assert grad == pytest.approx([0.0, -0.1, 2.0])
+    assert sums["pg_clipfrac"] == 1  # the token without a gradient, and no other
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
@@ -183,5 +184,17 @@ def test_missing_fields_and_wrong_names_are_named() -> None:
         PolicyLoss(correction_level="turn")
     with pytest.raises(ConfigError, match=r"unknown level of a ratio 'geometric'; expected: one of token, sequence$"):
         PolicyLoss(ratio_level="geometric")
+    with pytest.raises(ConfigError, match=r"unknown denominator of the ratio 'rollouts'.*did you mean 'rollout'"):
+        PolicyLoss(old="rollouts")
+    with pytest.raises(ConfigError, match=r"unknown target of the KL penalty 'behavior'.*did you mean 'behaviour'"):
+        PolicyLoss(kl_target="behavior")
     with pytest.raises(BatchError, match=r"lacks the field 'sequence'"):
         run(PolicyLoss(correction="mis", correction_level="sequence"), fields([1.0], [1.0]))
+
+
+def test_corrections_that_cannot_do_what_they_say_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"correction 'tis' with old \"rollout\", where there is no ratio left"):
+        PolicyLoss(correction="tis", old="rollout")
+    for bounds in ((0.0, 0.5), (1.5, 2.0), (0.0, math.nan)):
+        with pytest.raises(ConfigError, match=r"on policy as they are.*expected: 1, the ratio on policy, between them"):
+            PolicyLoss(correction="mis", correction_low=bounds[0], correction_high=bounds[1])

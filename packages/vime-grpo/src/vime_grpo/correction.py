@@ -44,7 +44,7 @@ from torch import Tensor
 
 from vime_grpo.errors import BatchError, ConfigError
 from vime_grpo.kl import LOG_RATIO_CLAMP
-from vime_grpo.registry import Registry
+from vime_grpo.registry import Registry, check_choice
 from vime_grpo.segments import Segments
 
 Correction = Callable[[Tensor, float, float], Tensor]
@@ -104,8 +104,21 @@ def check_level(level: str, allowed: Sequence[str] = LEVELS) -> None:
     Raises:
         ConfigError: It is not allowed.
     """
-    if level not in allowed:
-        raise ConfigError(f"unknown level of a ratio {level!r}", expected=f"one of {', '.join(allowed)}")
+    check_choice("level of a ratio", level, allowed)
+
+
+def check_bounds(low: float, high: float) -> None:
+    """Refuse bounds that leave the ratio of samples on policy out.
+
+    Raises:
+        ConfigError: 1 is not between them: a correction would cut or drop what needs none.
+    """
+    if not low <= 1 <= high:
+        raise ConfigError(
+            "a correction must leave samples on policy as they are",
+            seen=f"bounds {low} and {high} of the ratio",
+            expected="1, the ratio on policy, between them",
+        )
 
 
 def importance_ratio(

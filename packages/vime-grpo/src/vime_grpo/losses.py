@@ -20,19 +20,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from vime_grpo.correction import CORRECTIONS, Level, check_level, importance_ratio
-from vime_grpo.errors import BatchError
+from vime_grpo.correction import CORRECTIONS, Level, check_bounds, check_level, importance_ratio
+from vime_grpo.errors import BatchError, ConfigError
 from vime_grpo.kl import KL_KINDS, LOG_RATIO_CLAMP, kl_penalty
-from vime_grpo.registry import Registry
+from vime_grpo.registry import Registry, check_choice
 from vime_grpo.segments import Segments
 
 if TYPE_CHECKING:
     from vime_grpo.config import AlgorithmSection
+
+Old = Literal["recompute", "rollout", "current"]
+KlTarget = Literal["reference", "behaviour"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def clipped_surrogate(
         bounds: Clip bounds.
 
     Returns:
-        Loss ``[t]``, and where the clipped branch is the larger loss ``[t]`` (bool).
+        Loss ``[t]``, and where a clip acts ``[t]`` (bool): the token has no gradient there.
     """
     ratio_t = log_ratio_t.exp()
     plain_t = -ratio_t * advantage_t
@@ -81,7 +84,9 @@ def clipped_surrogate(
     loss_t = torch.maximum(plain_t, clipped_t)
     acts_t = clipped_t > plain_t
     if bounds.dual > 0:
-        loss_t = torch.where(advantage_t < 0, torch.minimum(loss_t, -bounds.dual * advantage_t), loss_t)
+        bound_t = -bounds.dual * advantage_t
+        dual_t = (advantage_t < 0) & (loss_t > bound_t)
+        loss_t, acts_t = torch.where(dual_t, bound_t, loss_t), acts_t | dual_t
     return loss_t, acts_t
 
 
@@ -130,9 +135,9 @@ class PolicyLoss:
     bounds: ClipBounds = ClipBounds()
     kl_coef: float = 0.0
     kl_kind: str = "low_var_kl"
-    kl_target: Literal["reference", "behaviour"] = "reference"
+    kl_target: KlTarget = "reference"
     entropy_coef: float = 0.0
-    old: Literal["recompute", "rollout", "current"] = "recompute"
+    old: Old = "recompute"
     ratio_level: Literal["token", "sequence"] = "token"
     correction: str = "none"
     correction_level: Level = "token"
@@ -140,16 +145,25 @@ class PolicyLoss:
     correction_high: float = 2.0
 
     def __post_init__(self) -> None:
-        """Look every name up, so that a wrong one fails here and not in the first step.
+        """Look every name up, so that a wrong one fails here and is not taken for another in the first step.
 
         Raises:
-            ConfigError: A name is not registered.
+            ConfigError: A name is unknown, or the correction would do nothing or drop what is on policy.
         """
         POLICY_LOSSES.get(self.objective)
         KL_KINDS.get(self.kl_kind)
         CORRECTIONS.get(self.correction)
         check_level(self.correction_level)
         check_level(self.ratio_level, ("token", "sequence"))
+        check_choice("denominator of the ratio", self.old, get_args(Old))
+        check_choice("target of the KL penalty", self.kl_target, get_args(KlTarget))
+        if self.correction != "none" and self.old == "rollout":
+            raise ConfigError(
+                "a correction needs the trainer's logprobs in the ratio's denominator",
+                seen=f'correction {self.correction!r} with old "rollout", where there is no ratio left to correct',
+                expected='old "recompute" or "current"',
+            )
+        check_bounds(self.correction_low, self.correction_high)
 
     @classmethod
     def from_config(cls, algorithm: AlgorithmSection, *, reuse_current: bool = False) -> PolicyLoss:

@@ -7,7 +7,7 @@ and a test, and the configuration's choices are exactly the registered names (a 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -68,10 +68,7 @@ class Registry(Generic[F]):
         Raises:
             ConfigError: There is none; the text names the nearest.
         """
-        if name not in self._entries:
-            close = difflib.get_close_matches(name, self._entries, n=1)
-            fix = f"did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"unknown {self.kind} {name!r}", expected=f"one of {', '.join(self._entries)}", fix=fix)
+        check_choice(self.kind, name, tuple(self._entries))
         return self._entries[name].function
 
     def names(self) -> tuple[str, ...]:
@@ -81,3 +78,20 @@ class Registry(Generic[F]):
     def __iter__(self) -> Iterator[Entry[F]]:
         """Iterate over the entries."""
         return iter(self._entries.values())
+
+
+def check_choice(kind: str, name: str, allowed: Sequence[str]) -> None:
+    """Refuse a name that is not among those allowed.
+
+    Args:
+        kind: What it names, for the text.
+        name: The name.
+        allowed: All there are.
+
+    Raises:
+        ConfigError: It is none of them; the text names the nearest.
+    """
+    if name not in allowed:
+        close = difflib.get_close_matches(name, allowed, n=1)
+        fix = f"did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"unknown {kind} {name!r}", expected=f"one of {', '.join(allowed)}", fix=fix)

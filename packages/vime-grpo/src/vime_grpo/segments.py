@@ -3,7 +3,8 @@
 A trainer hands a loss the trained tokens of several sequences end to end. The field ``sequence`` tells them apart: it
 holds another number for every sequence of the global batch (:func:`vime_grpo.batch.build_batch` makes it), so where it
 changes, the next sequence begins. A sequence is never cut in two by packing, so its sum is whole in its micro-batch and
-does not depend on what else is in there. (Context parallelism would cut it; vime-megatron refuses that.)
+does not depend on what else is in there. (Context parallelism cuts it; vime-megatron puts a row's log-probabilities
+together before a loss sees them.)
 
 Shapes: ``t`` tokens, flat over a micro-batch.
 """

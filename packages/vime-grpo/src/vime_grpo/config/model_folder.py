@@ -57,7 +57,9 @@ def _read(folder: Path) -> dict[str, Any]:
 def _tensor_parallel_problems(facts: dict[str, Any], section: str, size: int) -> list[str]:
     heads = facts.get("num_attention_heads")
     kv_heads = facts.get("num_key_value_heads", heads)
-    inner = facts.get("intermediate_size")
+    # Where the layers are experts, the dense width stands in the file too, and no matrix has it.
+    width = "moe_intermediate_size" if "moe_intermediate_size" in facts else "intermediate_size"
+    inner = facts.get(width)
     problems = []
     if isinstance(heads, int) and heads % size:
         problems.append(f"{section}.tensor_parallel ({size}) does not divide the model's {heads} attention heads")
@@ -65,7 +67,7 @@ def _tensor_parallel_problems(facts: dict[str, Any], section: str, size: int) ->
     if isinstance(kv_heads, int) and kv_heads % size and (section == "trainer" or size % kv_heads):
         problems.append(f"{section}.tensor_parallel ({size}) does not divide the model's {kv_heads} key-value heads")
     if isinstance(inner, int) and inner % size:
-        problems.append(f"{section}.tensor_parallel ({size}) does not divide the model's intermediate_size {inner}")
+        problems.append(f"{section}.tensor_parallel ({size}) does not divide the model's {width} {inner}")
     return problems
 
 
@@ -74,6 +76,7 @@ def _sharing_problems(facts: dict[str, Any], config: RunConfig) -> list[str]:
     layers, stages = facts.get("num_hidden_layers"), config.trainer.pipeline_parallel
     if isinstance(layers, int) and layers % stages:
         problems.append(f"trainer.pipeline_parallel ({stages}) does not divide the model's {layers} layers")
+    problems += _context_problems(facts, config)
     # Families name the number of experts differently; a dense model has none of the keys.
     experts = next((facts[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in facts), 0)
     shares = config.trainer.expert_parallel
@@ -82,3 +85,19 @@ def _sharing_problems(facts: dict[str, Any], config: RunConfig) -> list[str]:
     elif isinstance(experts, int) and experts % shares:
         problems.append(f"trainer.expert_parallel ({shares}) does not divide the model's {experts} experts")
     return problems
+
+
+def _context_problems(facts: dict[str, Any], config: RunConfig) -> list[str]:
+    """Context-parallel ranks share the heads that tensor parallelism leaves each; few key-value heads are repeated."""
+    heads = facts.get("num_attention_heads")
+    kv_heads = facts.get("num_key_value_heads", heads)
+    tensor, context = config.trainer.tensor_parallel, config.trainer.context_parallel
+    if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads % tensor or kv_heads % tensor:
+        return []
+    queries, keys = heads // tensor, kv_heads // tensor
+    if queries % context == 0 and (keys % context == 0 or context % keys == 0):
+        return []
+    return [
+        f"trainer.context_parallel ({context}) does not suit the {queries} attention heads and {keys} key-value heads "
+        f"that trainer.tensor_parallel ({tensor}) leaves a rank"
+    ]

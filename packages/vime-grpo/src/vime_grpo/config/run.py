@@ -146,11 +146,14 @@ def _schedule_problems(config: RunConfig) -> list[str]:
 def _layout_problems(config: RunConfig) -> list[str]:
     problems: list[str] = []
     trainer, pipeline = config.trainer, config.pipeline
-    if trainer.distributed_optimizer and trainer.data_parallel == 1:
-        problems.append("trainer.distributed_optimizer shards over data-parallel ranks; trainer.data_parallel is 1")
+    spread = trainer.data_parallel * trainer.context_parallel
+    if trainer.distributed_optimizer and spread == 1:
+        problems.append(
+            "trainer.distributed_optimizer shards over data- and context-parallel ranks; trainer.data_parallel and "
+            "trainer.context_parallel are 1"
+        )
     if trainer.sequence_parallel and trainer.tensor_parallel == 1:
         problems.append("trainer.sequence_parallel shards over tensor-parallel ranks; trainer.tensor_parallel is 1")
-    spread = trainer.data_parallel * trainer.context_parallel
     if spread % trainer.expert_parallel:
         problems.append(
             f"trainer.expert_parallel ({trainer.expert_parallel}) does not divide trainer.data_parallel x "

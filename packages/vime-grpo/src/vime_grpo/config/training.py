@@ -69,9 +69,11 @@ class AlgorithmSection(Section):
         default="token",
         description="The ratio of a token, the product over its sequence, or the product's geometric mean.",
     )
-    correction_low: NonNegative = Field(default=0.0, description="Lower bound of the correction's ratio (tis, icepop).")
+    correction_low: NonNegative = Field(
+        default=0.0, description="Lower bound of the correction's ratio, at most 1 (tis, icepop)."
+    )
     correction_high: Positive = Field(
-        default=2.0, description="Upper bound of the correction's ratio (tis, mis, icepop)."
+        default=2.0, description="Upper bound of the correction's ratio, at least 1 (tis, mis, icepop)."
     )
 
     @model_validator(mode="after")
@@ -82,25 +84,37 @@ class AlgorithmSection(Section):
             raise ValueError(f"algorithm.clip_dual is {self.clip_dual}; it must be above 1, or 0 for off")
         if self.clip_dual and self.policy_loss != "clip":
             raise ValueError('algorithm.clip_dual needs algorithm.policy_loss = "clip"')
-        if self.correction_low >= self.correction_high:
+        return self
+
+    @model_validator(mode="after")
+    def _correction_is_used(self) -> AlgorithmSection:
+        low, high, name = self.correction_low, self.correction_high, self.correction
+        if low >= high:
+            raise ValueError(f"algorithm.correction_low ({low}) must be below algorithm.correction_high ({high})")
+        if not low <= 1 <= high:
             raise ValueError(
-                f"algorithm.correction_low ({self.correction_low}) must be below algorithm.correction_high "
-                f"({self.correction_high})"
+                f"algorithm.correction_low ({low}) and algorithm.correction_high ({high}) must have 1 between them: it "
+                "is the ratio of samples on policy, which a correction leaves as they are"
             )
-        if self.correction_low > 0 and self.correction in ("mis", "decoupled"):
+        if low > 0 and name in ("none", "mis", "decoupled"):
             raise ValueError(
-                f'algorithm.correction = "{self.correction}" has no lower bound and algorithm.correction_low is '
-                f'{self.correction_low}; "icepop" drops on both sides'
+                f'algorithm.correction = "{name}" has no lower bound and algorithm.correction_low is {low}; "icepop" '
+                "drops on both sides"
             )
-        if self.correction_level != "token" and self.correction == "none":
+        if high != type(self).model_fields["correction_high"].default and name in ("none", "decoupled"):
+            raise ValueError(
+                f'algorithm.correction = "{name}" has no upper bound and algorithm.correction_high is {high}; "tis" '
+                'cuts there and "mis" drops'
+            )
+        if self.correction_level != "token" and name == "none":
             raise ValueError(
                 f'algorithm.correction_level = "{self.correction_level}" says how to correct, and algorithm.correction '
                 'is "none"'
             )
-        if self.correction != "none" and self.old_logprobs == "rollout":
+        if name != "none" and self.old_logprobs == "rollout":
             raise ValueError(
-                f'algorithm.correction = "{self.correction}" needs algorithm.old_logprobs = "recompute": with the '
-                "engine's logprobs in the denominator the difference is in the ratio already"
+                f'algorithm.correction = "{name}" needs algorithm.old_logprobs = "recompute": with the engine\'s '
+                "logprobs in the denominator the difference is in the ratio already"
             )
         return self
 
@@ -126,7 +140,9 @@ class TrainerSection(Section):
     )
     tensor_parallel: Count = Field(default=1, description="Ranks that share each matrix.")
     pipeline_parallel: Count = Field(default=1, description="Stages that share the layers.")
-    context_parallel: Count = Field(default=1, description="Ranks that share each sequence.")
+    context_parallel: Count = Field(
+        default=1, description="Ranks that share each sequence: its tokens, and in attention its heads."
+    )
     expert_parallel: Count = Field(
         default=1, description="Ranks that share the experts of a mixture; divides data_parallel x context_parallel."
     )
@@ -137,7 +153,7 @@ class TrainerSection(Section):
         "above 1.",
     )
     distributed_optimizer: bool = Field(
-        default=False, description="Shard the optimiser's state over the data-parallel ranks."
+        default=False, description="Shard the optimiser's state over the data- and context-parallel ranks."
     )
     activation_recompute: Literal["none", "selective", "full"] = Field(
         default="none",
