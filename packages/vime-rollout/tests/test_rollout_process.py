@@ -22,12 +22,16 @@ from vime_rollout.engine.vllm import check_port, free_port
 from vime_rollout.errors import EngineStartError
 
 #: A tree of four: a parent that ignores SIGTERM, its resource tracker, a child in a session of its own, and an orphan
-#: that the child left. The parent has a socket in its temporary folder, shared memory and a semaphore, as vLLM has.
+#: that the child left. The parent has a socket and a meeting point in its temporary folder, shared memory of two kinds
+#: and a semaphore, as vLLM has.
 TREE = """
 import multiprocessing, os, signal, socket, subprocess, sys, tempfile, time
 from multiprocessing.shared_memory import SharedMemory
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(os.path.join(tempfile.gettempdir(), "x" * 36))
+_, meeting = tempfile.mkstemp(prefix="vllm_dist_")
+workers = os.path.basename(meeting) + "-tp:0-[0-1]-cpushm_0"
+open("/dev/shm/" + workers, "w").close()
 segment = SharedMemory(create=True, size=4096)
 lock = multiprocessing.get_context("spawn").Lock()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -35,7 +39,7 @@ sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
 child = f"import subprocess, sys; subprocess.Popen({sleep!r}, start_new_session=True)"
 subprocess.run([sys.executable, "-c", child], check=True)
 subprocess.Popen(sleep, start_new_session=True)
-print("up", segment.name, "sem." + lock._semlock.name[1:], flush=True)
+print("up", segment.name, "sem." + lock._semlock.name[1:], workers, flush=True)
 time.sleep(300)
 """
 
@@ -64,7 +68,7 @@ def alive(pids):
 
 def shared(log):
     """Return the shared memory that ``TREE`` has made, as its log names it, and that is there."""
-    names = re.search(r"^up (\S+) (\S+)$", log.read_text(), re.MULTILINE)
+    names = re.search(r"^up (\S+) (\S+) (\S+)$", log.read_text(), re.MULTILINE)
     return [path for name in names.groups() if (path := Path("/dev/shm", name)).exists()]
 
 
@@ -76,9 +80,8 @@ def grown(tmp_path):
     (command,) = (p.pid for p in psutil.Process(warden).children() if "SIG_IGN" in p.cmdline()[-1])
     members = process.members()
     assert len(members) == 6
-    assert len(shared(process.log_path)) == 2
-    (entry,) = process.scratch.iterdir()
-    assert entry.is_socket()
+    assert len(shared(process.log_path)) == 3
+    assert any(path.is_socket() for path in process.scratch.iterdir())
     return process, {"keeper": process.pid, "warden": warden, "command": command}, members
 
 
@@ -157,7 +160,7 @@ def owner(tmp_path):
     scratch, *words = parent.stdout.readline().split()
     members = [int(p) for p in words]
     assert len(alive(members)) == 6
-    assert len(shared(tmp_path / "log")) == 2
+    assert len(shared(tmp_path / "log")) == 3
     yield parent, members
     parent.kill()
     parent.wait(10)

@@ -36,7 +36,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -45,6 +45,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.2
 _KILLED = 128 + signal.SIGKILL
+_SHM = Path("/dev/shm")  # noqa: S108 - POSIX shared memory, not a temporary file
 #: Seconds that a resource tracker gets to remove what the others have left; it takes milliseconds.
 _TRACKER_S = 5.0
 #: What ``multiprocessing.resource_tracker`` starts itself with.
@@ -108,8 +109,24 @@ def clear(root: int) -> None:
     reap()
 
 
-def remove(folder: Path) -> None:
-    """Remove the tree's temporary folder, once nobody is left who writes to it; what cannot be removed is told."""
+def meetings(folder: Path) -> list[str]:
+    """Return the names of the files by which an engine's workers found each other.
+
+    On a CPU they also share memory under such a name, which vLLM never removes and no tracker knows.
+    """
+    return [path.name for path in folder.glob("vllm_dist_*")]
+
+
+def remove(folder: Path, met: Iterable[str] = ()) -> None:
+    """Remove the tree's temporary folder, once nobody is left who writes to it; what cannot be removed is told.
+
+    Args:
+        folder: The folder.
+        met: Names from ``meetings`` whose files may be gone; their shared memory is removed too.
+    """
+    for name in {*met, *meetings(folder)}:
+        for segment in _SHM.glob(f"{name}-*"):
+            segment.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)  # keeper, warden and owner may be at it together
     if folder.exists():
         sys.stderr.write(f"the temporary folder of an engine stays behind: {folder}\n")
@@ -161,13 +178,14 @@ class Warden:
         """Wait for the command or for an order to end it, clear the tree, and return the exit code."""
         while self._look() is None and not self._stop and not self._ordered():
             pass
+        met = meetings(self._scratch)  # a polite end removes the files
         if self._code is None and self._grace_s > 0:
             self._child.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + self._grace_s
             while self._look() is None and time.monotonic() < deadline:
                 time.sleep(0.02)
         clear(os.getpid())
-        remove(self._scratch)
+        remove(self._scratch, met)
         return _KILLED if self._code is None else self._code
 
     def _ordered(self) -> bool:
