@@ -171,6 +171,31 @@ def test_a_guard_that_warns_lets_the_run_go_on_and_says_why_rewards_are_zero(tmp
     assert [note for note in record.notes if "no number (3 times)" in note]
 
 
+def test_a_guard_counts_on_after_a_resume(tmp_path: Path) -> None:
+    for stop_after, noted in ((1, 0), (2, 1)):
+        pipeline, _, record = loop(tmp_path, "guards.zero_rewards=2", steps=2, stop_after=stop_after)
+        store = BundleStore(tmp_path / "run/checkpoints", keep=2)
+        pipeline.start(store.latest() if store.steps() else None)
+        pipeline.tell({"rollout/raw_reward": 0.0}).run()
+        assert sum("no number (3 times)" in note for note in record.notes) == noted
+
+
+@pytest.mark.parametrize("reported", [None, 2])
+def test_engines_that_do_not_serve_what_was_sent_end_the_run(tmp_path: Path, reported: int | None) -> None:
+    pipeline, processes, _ = loop(tmp_path)
+
+    @contextmanager
+    def writing(_version: int) -> Iterator[Written]:
+        written = Written()
+        yield written
+        if reported is not None:
+            written.report = SyncReport(reported, 0.1, {}, 8, "", "full", "shadow", "shm", 1)
+
+    processes.writing = writing  # type: ignore[method-assign]
+    with pytest.raises(PipelineError, match=f"another version; seen: {reported or 'no report'}; expected: 1"):
+        pipeline.start(None)
+
+
 def test_old_tokens_are_not_judged_as_disagreement(tmp_path: Path) -> None:
     """Asynchronous: what training changed between two versions is no difference of kernels."""
     config = load_config(config_file(tmp_path, steps=1, save_every=0), ["pipeline.mode=async"])
