@@ -187,14 +187,16 @@ def test_failures_of_the_pipeline_have_their_codes(
     assert text in result.stderr
 
 
-def test_an_unexpected_error_keeps_its_traceback(run_toml: Path, install: Install) -> None:
+@pytest.mark.parametrize("bug", [ZeroDivisionError("a bug"), EOFError("marshal data too short")], ids=repr)
+def test_an_unexpected_error_keeps_its_traceback(run_toml: Path, install: Install, bug: Exception) -> None:
     def pipeline(config: RunConfig, *, resume: Path | None) -> int:
-        raise ZeroDivisionError("a bug")
+        raise bug
 
     install("colocated", pipeline)
     result = invoke("train", run_toml)
     assert result.exit_code == 1
-    assert isinstance(result.exception, ZeroDivisionError)
+    assert result.exception is not None
+    assert bug in (result.exception, result.exception.__cause__)
 
 
 def test_config_reference_is_printed() -> None:

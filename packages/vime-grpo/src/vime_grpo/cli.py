@@ -151,6 +151,8 @@ def _reported() -> Iterator[None]:
     except KeyboardInterrupt as error:
         typer.echo("interrupted", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from error
+    except EOFError as error:  # typer takes it for Ctrl-D: it says "Aborted." and nothing of the cause
+        raise RuntimeError(f"something ended too early: {error!r}") from error
     except Exception as error:
         if not hasattr(error, "what"):
             raise
