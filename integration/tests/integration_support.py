@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from vime_rollout.engine import temporary_variables
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 POLICY = EXAMPLES / "models" / "tiny-qwen3"
@@ -150,7 +153,9 @@ class Launch:
         self.marker = f"run-{os.getpid()}-{time.monotonic_ns()}"
         # As a user does who has code of their own beside the configuration.
         own = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.temporary = Path(tempfile.mkdtemp(prefix="t-"))  # pytest's own have too long a path for vLLM's sockets
         environment = {**os.environ, "VIME_TEST_MARKER": self.marker, "PYTHONPATH": own}
+        environment |= temporary_variables(self.temporary, os.environ)
         with output.open("ab") as stream:
             self.process = subprocess.Popen(
                 [str(LAUNCHER), "train", *arguments], stdout=stream, stderr=subprocess.STDOUT, env=environment
@@ -184,11 +189,12 @@ class Launch:
         return found
 
     def until_gone(self, deadline_s: float) -> list[str]:
-        """Wait until no process of the run is left; return those that are."""
+        """Wait until no process of the run is left; return those that are, and temporary files."""
         end = time.monotonic() + deadline_s
         while (left := self.processes()) and time.monotonic() < end:
             time.sleep(0.2)
-        return [" ".join(process.cmdline())[:120] for process in left if process.is_running()]
+        files = [str(path) for path in self.temporary.iterdir()]
+        return [" ".join(process.cmdline())[:120] for process in left if process.is_running()] + files
 
     def kill_an_engine(self) -> None:
         """Kill the server process of one engine, as a fault would: nobody is told."""
@@ -220,6 +226,7 @@ class Launch:
     def kill_all(self) -> None:
         for process in self.processes():
             process.kill()
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
     def until_step(self, metrics: Path, step: int, deadline_s: float) -> None:
         end = time.monotonic() + deadline_s

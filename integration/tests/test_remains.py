@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,8 +15,9 @@ from vime_integration import remains
 DRIVER = """
 import time
 from vime_integration.cluster import ray_cluster
-with ray_cluster(cpus=1, environment={}):
-    print("ready", flush=True)
+with ray_cluster(cpus=1, environment={}) as folder:
+    (folder / "left").mkdir()
+    print(folder, flush=True)
     time.sleep(600)
 """
 #: Ray's agents would stay for 60 s, its workers stay for 3.
@@ -26,7 +28,8 @@ GONE_S = 30.0
 def test_a_cluster_goes_with_a_driver_that_was_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
-        assert driver.stdout.readline() == "ready\n"
+        folder = Path(driver.stdout.readline().strip())
+        assert (folder / "left").is_dir()
         below = psutil.Process(driver.pid).children(recursive=True)
         titles = [" ".join(process.cmdline()) for process in below]
         driver.kill()
@@ -34,6 +37,7 @@ def test_a_cluster_goes_with_a_driver_that_was_killed() -> None:
     _, alive = psutil.wait_procs(below, GONE_S)
     left = [process.cmdline() for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     assert left == []
+    assert not folder.exists()
 
 
 @pytest.fixture
@@ -43,16 +47,18 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def _guard(name: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-P", remains.__file__, name], stdin=subprocess.PIPE)
+def _guard(folder: Path, name: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-P", remains.__file__, str(folder), name], stdin=subprocess.PIPE)
 
 
-def test_only_the_process_that_was_named_is_killed_and_not_before_the_end(sleeper: subprocess.Popen[bytes]) -> None:
+def test_only_the_process_that_was_named_is_killed_and_not_before_the_end(
+    sleeper: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
     start = psutil.Process(sleeper.pid).create_time()
-    with _guard(f"{sleeper.pid}:{start - 60!r}") as other:
+    with _guard(tmp_path / "none", f"{sleeper.pid}:{start - 60!r}") as other:
         other.communicate(timeout=30)
     assert (other.returncode, sleeper.poll()) == (0, None), "the id belonged to another process"
-    with _guard(f"{sleeper.pid}:{start!r}") as guard:
+    with _guard(tmp_path / "none", f"{sleeper.pid}:{start!r}") as guard:
         time.sleep(1)
         assert (guard.poll(), sleeper.poll()) == (None, None), "the driver lives"
         guard.communicate(timeout=30)

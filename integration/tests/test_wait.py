@@ -30,9 +30,11 @@ class Worker:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    with ray_cluster(cpus=8, environment={"VIME_TEST_CLUSTER": "1"}):
+    with ray_cluster(cpus=8, environment={"VIME_TEST_CLUSTER": "1"}) as temporary:
         assert os.environ["VIME_TEST_CLUSTER"] == "1"
+        assert temporary.is_dir()
         yield
+    assert not temporary.exists()
     assert "VIME_TEST_CLUSTER" not in os.environ
 
 

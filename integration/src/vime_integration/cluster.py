@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,12 +30,15 @@ LEAVE_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 
 @contextmanager
-def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
+def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[Path]:
     """Run a local Ray cluster for the length of the ``with`` block.
 
     Args:
         cpus: Number of actors that may live at the same time, in Ray's unit of one CPU each.
         environment: Variables that Ray's processes must see from their start, such as its mask opt-outs.
+
+    Yields:
+        A temporary folder for actors that leave something in theirs; it goes with the cluster.
 
     Raises:
         PipelineError: Ray did not start; it waits at most 30 s for each of its own processes.
@@ -52,6 +56,7 @@ def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
+            folder = Path(tempfile.mkdtemp(prefix="vime-run-"))
         except (RuntimeError, TimeoutError, OSError, ConnectionError) as error:
             raise PipelineError(
                 "Ray did not start",
@@ -59,9 +64,9 @@ def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[None]:
                 expected="a local cluster within 30 s",
                 fix="look at /tmp/ray/session_latest/logs; free memory and /dev/shm; set TMPDIR where /tmp is full",
             ) from error
-        with end_with_the_driver():
+        with end_with_the_driver(folder):
             try:
-                yield
+                yield folder
             finally:
                 ray.shutdown()
     finally:

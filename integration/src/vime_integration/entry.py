@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -95,7 +95,22 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
     check_before_start(config)
     unasked = check_foreign(config)
     folder = RunFolder(resume or config.pipeline.run_dir)
-    bundle, moved = _open(folder, config, resume)
+    moved = None
+    if resume is None:
+        moved = folder.begin()
+    else:
+        folder.reopen()
+    notes = [] if moved is None else [f"moved the earlier run to {moved}"]
+    with folder.held():
+        bundle = None if resume is None else _saved(folder, config)
+        save_config(config, folder.config)
+        return _run(config, folder, bundle, [*notes, f"run folder {folder.root}"], unasked)
+
+
+def _run(
+    config: RunConfig, folder: RunFolder, bundle: Bundle | None, notes: Sequence[str], unasked: Sequence[str]
+) -> int:
+    """Run in a folder that is this process's; ``notes`` are shown first, ``unasked`` is logged besides."""
     log_to_file(folder.logs / "driver.log")
     placement = place(config, detect_platform())
     config = check_budget(config, placement)
@@ -110,17 +125,17 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
         _trackers(config, folder, after) as trackers,
     ):
         recorder = RunRecorder(writer, ledger, samples, timeline, trackers, display)
-        if moved is not None:
-            display.note(f"moved the earlier run to {moved}")
-        display.note(f"run folder {folder.root}")
+        for note in notes:
+            display.note(note)
         for line in (*placement.describe(), *unasked):
             display.note(line)
             logger.info("%s", line)
         display.phase("start")
         actors = len(placement.trainers) + len(placement.engines) + 1
         # Ray takes SIGTERM for itself when it starts, so the run listens after that.
-        with ray_cluster(cpus=actors, environment=ray_environment(placement.platform)), stop.listening():
-            fleet = Fleet(config, placement, folder, display.note)
+        cluster = ray_cluster(cpus=actors, environment=ray_environment(placement.platform))
+        with cluster as temporary, stop.listening():
+            fleet = Fleet(config, placement, folder, display.note, temporary)
             pipeline = PIPELINES[config.pipeline.mode](config, fleet, folder, recorder, display.phase, stop)
             try:
                 pipeline.start(bundle)
@@ -144,14 +159,7 @@ def _trackers(config: RunConfig, folder: RunFolder, resume_step: int | None) -> 
             tracker.close()
 
 
-def _open(folder: RunFolder, config: RunConfig, resume: Path | None) -> tuple[Bundle | None, Path | None]:
-    """Prepare the run folder; return the bundle to continue from, and where an older run was moved to."""
-    if resume is None:
-        moved = folder.begin()
-        save_config(config, folder.config)
-        return None, moved
-    folder.reopen()
+def _saved(folder: RunFolder, config: RunConfig) -> Bundle:
+    """Return the bundle to continue from."""
     check_same_run(config, folder)
-    bundle = BundleStore(folder.checkpoints, keep=config.checkpoint.keep).latest()
-    save_config(config, folder.config)
-    return bundle, None
+    return BundleStore(folder.checkpoints, keep=config.checkpoint.keep).latest()

@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 from vime_devices import Platform, VimeError
 from vime_grpo import RunConfig
 from vime_rollout import CpuOptions, EngineConfig
+from vime_rollout.engine import temporary_variables
 from vime_sync import Choice, SyncSession, engine_arguments, engine_environment, merge_manifests, sweep
 
 from vime_integration.actors.engine import EngineActor, EngineAddress
@@ -49,6 +50,7 @@ class Fleet:
         placement: Where each process runs.
         run: The run folder, for log files.
         note: Shows one line to the user.
+        temporary: Temporary folder of the trainer ranks, which are killed in the end; None leaves them the user's.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class Fleet:
         placement: Placement,
         run: RunFolder,
         note: Callable[[str], None] = lambda _text: None,
+        temporary: Path | None = None,
     ) -> None:
         """Create nothing yet; ``start`` creates the actors and starts what they own."""
         self._config = config
         self._placement = placement
         self._run = run
         self._note = note
+        self._temporary = {} if temporary is None else temporary_variables(temporary, os.environ)
         self.trainers: dict[str, Any] = {}
         self.engines: dict[str, Any] = {}
         self.rollout: Any = None
@@ -103,7 +107,8 @@ class Fleet:
         folder = {"folder": str(self._run.weights.absolute())} if choice.transport == "disk" else {}
         publish = {"transport": choice.transport, "options": folder}
         for rank, seat in enumerate(self._placement.trainers):
-            options = _options(seat.name, {**seat.environment, "OMP_NUM_THREADS": str(seat.threads)})
+            variables = {**seat.environment, "OMP_NUM_THREADS": str(seat.threads), **self._temporary}
+            options = _options(seat.name, variables)
             actor = ray.remote(TrainerActor).options(**options)
             self.trainers[seat.name] = actor.remote(config, rank, seat, publish, self._log(seat.name))
         rollout = StreamingRolloutActor if config.pipeline.mode == "async" else RolloutActor

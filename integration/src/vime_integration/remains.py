@@ -6,35 +6,46 @@ reporting that to a GCS which died with it. Somebody who starts a run again at o
 
 The script is given the processes of the cluster, each by id and start time, so that an id that was used again is never
 mistaken. It waits until its stdin ends, which is when the driver closes it or dies in any way, and kills those that are
-still there. Should some fork of the driver keep the pipe open, the change of parent tells the same.
+still there. Should some fork of the driver keep the pipe open, the change of parent tells the same. Then it removes the
+run's temporary folder: Ray kills its workers, and what they have there (Megatron-Core imports wandb, which makes two
+folders) nobody else would remove.
 
-Usage: ``python -P remains.py PID:START_TIME ...``
+Usage: ``python -P remains.py FOLDER PID:START_TIME ...``
 """
 
 from __future__ import annotations
 
 import os
 import select
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 
 POLL_S = 1.0
 END_S = 10.0
+#: How long workers may still be busy in the folder that is removed; they end within 3 s.
+REMOVAL_S = 5.0
 #: Start times are told on the wall clock, which may be set meanwhile.
 CLOCK_S = 1.0
 
 
 @contextmanager
-def end_with_the_driver() -> Iterator[None]:
-    """Kill what this process has started by now, and is still there, at the end of the block or of this process."""
+def end_with_the_driver(folder: Path) -> Iterator[None]:
+    """Kill what this process has started by now, and is still there, at the end of the block or of this process.
+
+    Args:
+        folder: Removed then.
+    """
     started = psutil.Process().children(recursive=True)
     names = [f"{process.pid}:{process.create_time()!r}" for process in started if process.is_running()]
     with subprocess.Popen(  # noqa: S603 - this file
-        [sys.executable, "-P", __file__, *names],
+        [sys.executable, "-P", __file__, str(folder), *names],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for the driver
@@ -59,8 +70,8 @@ def _known(name: str) -> psutil.Process | None:
     return process if abs(process.create_time() - float(start)) < CLOCK_S else None
 
 
-def main(names: list[str]) -> None:
-    """Wait for the driver's end, then kill those of the named processes that are left."""
+def main(folder: Path, names: list[str]) -> None:
+    """Wait for the driver's end, then kill those of the named processes that are left, and remove the folder."""
     driver = os.getppid()
     processes = [process for name in names if (process := _known(name)) is not None]
     while os.getppid() == driver:
@@ -71,7 +82,11 @@ def main(names: list[str]) -> None:
             process.kill()  # psutil looks at the start time again
         except psutil.NoSuchProcess:
             continue
+    deadline = time.monotonic() + REMOVAL_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)  # somebody may be putting something into it
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -14,18 +14,25 @@
         logs/             one file a process
         checkpoints/      resume bundles (bundle.py)
         model/            the trained policy as a Hugging Face folder
+        lock              held by the process that runs here
 
 A folder that already holds a run is never written into by a fresh one: the old run is moved aside, whole, under the
-time of its last write, and the new one says so.
+time of its last write, and the new one says so. One that is still going on is not touched: it would write its next
+checkpoint into the new run's folder, for that has its path.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from vime_integration.errors import ResumeError
+from vime_integration.errors import PipelineError, ResumeError
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +58,7 @@ class RunFolder:
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.model = root / "model"
+        self.lock = root / "lock"
 
     @property
     def holds_a_run(self) -> bool:
@@ -62,19 +70,55 @@ class RunFolder:
 
         Returns:
             Where an older run was moved to, or None if there was none.
+
+        Raises:
+            PipelineError: The older run is still going on.
         """
         moved = None
         if self.holds_a_run:
-            stamp = datetime.fromtimestamp(self.root.stat().st_mtime, tz=UTC).strftime("%Y%m%d-%H%M%S")
-            moved = self.root.with_name(f"{self.root.name}.{stamp}")
-            suffix = 1
-            while moved.exists():
-                suffix += 1
-                moved = self.root.with_name(f"{self.root.name}.{stamp}-{suffix}")
-            self.root.rename(moved)
+            moved = self._aside()
+            with self.held():
+                self.root.rename(moved)
             logger.info("moved the run that was here to %s", moved)
         self._make()
         return moved
+
+    def _aside(self) -> Path:
+        stamp = datetime.fromtimestamp(self.root.stat().st_mtime, tz=UTC).strftime("%Y%m%d-%H%M%S")
+        moved = self.root.with_name(f"{self.root.name}.{stamp}")
+        suffix = 1
+        while moved.exists():
+            suffix += 1
+            moved = self.root.with_name(f"{self.root.name}.{stamp}-{suffix}")
+        return moved
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep every other run out of the folder for the length of the block.
+
+        The lock is the kernel's: it goes with this process, however that ends.
+
+        Raises:
+            PipelineError: Another process runs here; names it.
+        """
+        with self.lock.open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                raise PipelineError(
+                    "a run is going on in this folder",
+                    where=str(self.root),
+                    seen=f"{file.read().strip()} holds {self.lock.name}",
+                    expected="one run at a time",
+                    fix="end that run, or set another pipeline.run_dir",
+                ) from error
+            except OSError as error:
+                logger.warning("%s cannot be locked, see to it that one run uses it at a time: %s", self.root, error)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            yield
 
     def reopen(self) -> None:
         """Check that the folder holds a run that can be resumed.

@@ -4,6 +4,7 @@ from vime_rollout.engine.client import EngineClient
 from vime_rollout.engine.config import CpuOptions, EngineConfig
 from vime_rollout.engine.remote import UNSENT_VERSION, Engine, RemoteEngine
 from vime_rollout.engine.request import GenerateRequest, Generation, SamplingParams
+from vime_rollout.engine.scratch import temporary_variables
 from vime_rollout.engine.state import EngineState
 from vime_rollout.engine.vllm import VLLMEngine
 
@@ -19,4 +20,5 @@ __all__ = [
     "RemoteEngine",
     "SamplingParams",
     "VLLMEngine",
+    "temporary_variables",
 ]

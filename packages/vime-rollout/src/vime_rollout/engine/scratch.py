@@ -51,11 +51,22 @@ def make_scratch(environment: Mapping[str, str], *, name: str) -> tuple[Path, di
         ) from error
     if "VLLM_RPC_BASE_PATH" not in environment:
         _check_length(folder, name)
-    shared = {"TORCHINDUCTOR_CACHE_DIR": str(parent / f"torchinductor_{_user()}"), "RAY_TMPDIR": str(parent)}
     # Added at the end: a process names itself (VLLM::EngineCore) in the memory before its first variable, which
     # setproctitle no longer finds once that variable is set anew, as torch does with its cache's.
+    return folder, {**environment, **temporary_variables(folder, environment)}
+
+
+def temporary_variables(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that give a process a temporary folder of its own, and leave what is shared where it was.
+
+    Args:
+        folder: The folder.
+        environment: What the process would have otherwise.
+    """
+    parent = Path(environment.get("TMPDIR") or tempfile.gettempdir())
+    shared = {"TORCHINDUCTOR_CACHE_DIR": str(parent / f"torchinductor_{_user()}"), "RAY_TMPDIR": str(parent)}
     added = {key: value for key, value in shared.items() if key not in environment}
-    return folder, {**environment, **added, "TMPDIR": str(folder)}
+    return {**added, "TMPDIR": str(folder)}
 
 
 def _check_length(folder: Path, name: str) -> None:
