@@ -33,7 +33,9 @@ class AlgorithmSection(Section):
     )
     kl_coef: NonNegative = Field(default=0.0, description="Weight of the KL penalty in the loss; 0 turns it off.")
     kl_kind: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
-        default="low_var_kl", description="Estimator of the KL penalty."
+        default="low_var_kl",
+        description="Estimator of the KL penalty. As a loss k2 has the gradient of KL(policy, target), k3 and "
+        "low_var_kl that of KL(target, policy), and k1 on average none: it holds nothing back.",
     )
     kl_target: Literal["reference", "behaviour"] = Field(
         default="reference",
