@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from vime_megatron import ModelError
 from vime_megatron.families import load_family
 from vime_megatron.families.mapping import Layout, check_layout, checkpoint_names, padded_vocab, placements
 from vime_megatron.families.qwen3 import RULES
 from vime_megatron.families.shape import ModelShape
+from vime_megatron.model.packing import inverse_frequencies
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -58,6 +61,15 @@ def test_qwen3_is_read(tmp_path):
         (CONFIG | {"hidden_act": "gelu", "use_sliding_window": True}, "hidden_act='gelu', use_sliding_window=True"),
         (CONFIG | {"attention_bias": True}, "attention_bias=True"),
         (CONFIG | {"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        (
+            CONFIG | {"rope_scaling": {"type": "yarn"}, "rope_parameters": {"rope_type": "default"}},
+            "there twice and differ.*rope_scaling.*yarn.*and rope_parameters.*default",
+        ),
+        (
+            CONFIG | {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 5e5}},
+            "there twice and differ",  # transformers would take the old table, and a base of 10,000
+        ),
+        (CONFIG | {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "one for all layers"),
         ({key: value for key, value in CONFIG.items() if key != "hidden_size"}, "no 'hidden_size'"),
         ("{broken", "not JSON"),
         ("[]", "not a JSON object"),
@@ -66,6 +78,31 @@ def test_qwen3_is_read(tmp_path):
 def test_unsupported_models_are_refused_with_the_reason(tmp_path, config, text):
     with pytest.raises(ModelError, match=text):
         load_family(folder_with(tmp_path, config))
+
+
+ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OLD_ROPE = {("type" if name == "rope_type" else name): value for name, value in ROPE.items()}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": ROPE | {"rope_theta": 777.0, "original_max_position_embeddings": 32}},
+        {"rope_scaling": OLD_ROPE | {"original_max_position_embeddings": 32}, "rope_theta": 777.0},
+        {"rope_scaling": OLD_ROPE, "rope_parameters": ROPE, "rope_theta": 777.0},
+        {"rope_parameters": ROPE},
+        {"rope_parameters": ROPE | {"original_max_position_embeddings": 32}, "original_max_position_embeddings": 16},
+    ],
+    ids=["new", "old", "both", "defaults", "outside"],
+)
+def test_rotary_settings_are_read_as_transformers_reads_them(tmp_path, rope):
+    reference = "transformers is the reference here, not a dependency"
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason=reference)
+    config = CONFIG | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | rope
+    shape = load_family(folder_with(tmp_path, config))[1]
+    wanted = llama.LlamaRotaryEmbedding(llama.LlamaConfig.from_pretrained(tmp_path)).inv_freq
+    found = inverse_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0)
 
 
 def test_a_missing_folder_is_refused(tmp_path):
@@ -121,3 +158,32 @@ def test_placements_tile_parameters_and_cover_the_checkpoint(tp, vocab, tied, bi
     assert all(seen.all() for seen in covered.values())
     assert ("lm_head.weight" in covered) is not tied
     assert padded_vocab(shape, tp) % tp == 0
+
+
+@pytest.mark.parametrize("change", [0.0, 1e-3])
+def test_a_projection_beside_a_tied_embedding_is_its_copy(make_trainer, tiny_tied, tmp_path, change):
+    weights = load_file(tiny_tied / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["lm_head.weight"][-1, -1] += change
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((tiny_tied / "config.json").read_bytes())
+    if change:
+        with pytest.raises(
+            ModelError, match=r"the output projection is not the embedding.*tie_word_embeddings is true"
+        ):
+            make_trainer(tmp_path)
+    else:
+        assert make_trainer(tmp_path).shape.tied
+
+
+def test_a_folder_with_two_sets_of_weights_is_refused(make_trainer, tiny, tmp_path):
+    """One saved over another in pieces: transformers would read the one, and vLLM the other."""
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    part = "model-00001-of-00001.safetensors"
+    shutil.copy(tmp_path / "model.safetensors", tmp_path / part)
+    names = load_file(tmp_path / part)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, part)}))
+    with pytest.raises(ModelError, match=r"two sets of weights.*model\.safetensors, which transformers reads"):
+        make_trainer(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert make_trainer(tmp_path).params

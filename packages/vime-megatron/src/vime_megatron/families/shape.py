@@ -14,6 +14,8 @@ from typing import Any
 
 from vime_megatron.errors import ModelError
 
+_ROPE_THETA = 10000.0  # of every supported family, where the file names none
+
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
@@ -139,17 +141,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def rope_theta(config: Mapping[str, Any], default: float = 10000.0) -> float:
+def rope_theta(config: Mapping[str, Any]) -> float:
     """Return the rotary base, from the old (``rope_theta``) or the new (``rope_parameters``) place.
 
     Args:
         config: Parsed ``config.json``.
-        default: The family's value when the file names none.
 
     Returns:
-        The base.
+        The base; transformers' default when the file names none.
     """
-    return float(_rope(config).get("rope_theta", config.get("rope_theta", default)))
+    return float(_rope(config).get("rope_theta", config.get("rope_theta", _ROPE_THETA)))
 
 
 def rope_scaling(config: Mapping[str, Any], *, llama3: bool = False) -> Llama3Scaling | None:
@@ -166,7 +167,7 @@ def rope_scaling(config: Mapping[str, Any], *, llama3: bool = False) -> Llama3Sc
         ModelError: The file asks for a scaling that is not built; it is never approximated.
     """
     rope = _rope(config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", "default")
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     allowed = ["default", "llama3"] if llama3 else ["default"]
     if kind not in allowed or partial != 1.0:
@@ -178,16 +179,41 @@ def rope_scaling(config: Mapping[str, Any], *, llama3: bool = False) -> Llama3Sc
         )
     if kind == "default":
         return None
+    length = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
     return Llama3Scaling(
         factor=float(rope["factor"]),
         low=float(rope["low_freq_factor"]),
         high=float(rope["high_freq_factor"]),
-        positions=int(rope.get("original_max_position_embeddings", config["max_position_embeddings"])),
+        positions=int(config.get("original_max_position_embeddings", length)),  # as transformers takes them
     )
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Return the rotary settings: ``rope_parameters``, or ``rope_scaling`` in files from before transformers 5.
+
+    Where a file has both, transformers and vLLM take the old name and forget the new one, its base included. Somebody
+    has then edited the file, so the two must say the same.
+    """
+    told = {name: _told(config, config[name]) for name in ("rope_scaling", "rope_parameters") if config.get(name)}
+    tables = list(told.values())
+    seen = " and ".join(f"{name} {config[name]!r}" for name in told)
+    if any(isinstance(value, Mapping) for table in tables for value in table.values()):
+        raise ModelError("unsupported rotary settings", where="config.json", seen=seen, expected="one for all layers")
+    if len(tables) > 1 and tables[0] != tables[1]:
+        raise ModelError(
+            "the rotary settings are there twice and differ",
+            where="config.json",
+            seen=seen,
+            expected="rope_scaling or rope_parameters",
+            fix="remove the one that the model was not trained with",
+        )
+    return tables[0] if tables else {}
+
+
+def _told(config: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table of rotary settings with what it leaves to defaults, and to the file around it."""
+    defaults = {"rope_type": table.get("type", "default"), "rope_theta": config.get("rope_theta", _ROPE_THETA)}
+    return {name: value for name, value in (defaults | dict(table)).items() if name != "type"}
 
 
 def decoder_shape(config: Mapping[str, Any], architecture: str, **special: Any) -> ModelShape:

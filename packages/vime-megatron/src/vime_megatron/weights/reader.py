@@ -21,6 +21,7 @@ from vime_megatron.families.mapping import Box, Placement
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_EMBEDDING, _PROJECTION = "model.embed_tokens.weight", "lm_head.weight"
 _LISTED = 8
 
 
@@ -81,10 +82,13 @@ def load_folder(folder: Path, params: Mapping[str, Tensor], placed: Sequence[Pla
         names: Every name that the whole model's checkpoint must hold.
 
     Raises:
-        ModelError: Names or shapes differ from the model's; the text lists them.
+        ModelError: Names or shapes differ from the model's; the text lists them. Or the model is tied, and the folder
+            holds an output projection that is not its embedding.
     """
     with FolderReader(folder) as reader, torch.no_grad():
         check_names(reader.names, names, str(folder))
+        if _PROJECTION in reader.names - names:
+            _check_copy(reader, [place for place in placed if place.name == _EMBEDDING], str(folder))
         for place in placed:
             if reader.shape(place.name) != place.shape:
                 raise ModelError(
@@ -95,6 +99,25 @@ def load_folder(folder: Path, params: Mapping[str, Tensor], placed: Sequence[Pla
                 )
             target = params[place.param][tuple(slice(start, stop) for start, stop in place.local)]
             target.copy_(reader.read(place.name, place.box))
+
+
+def _check_copy(reader: FolderReader, places: Sequence[Placement], where: str) -> None:
+    """Refuse an output projection of its own where config.json says that there is none.
+
+    vLLM would pass over it without a word, and transformers would use it; either way the model is not the one that was
+    trained.
+    """
+    same = reader.shape(_PROJECTION) == reader.shape(_EMBEDDING) and all(
+        torch.equal(reader.read(_PROJECTION, place.box), reader.read(_EMBEDDING, place.box)) for place in places
+    )
+    if not same:
+        raise ModelError(
+            "the output projection is not the embedding",
+            where=f"{_PROJECTION} in {where}",
+            seen="other values than in " + _EMBEDDING,
+            expected="the same, since tie_word_embeddings is true in config.json",
+            fix="set it to false there, or remove the tensor, whichever the model was trained with",
+        )
 
 
 def check_names(found: set[str], wanted: set[str], where: str) -> None:
@@ -110,7 +133,7 @@ def check_names(found: set[str], wanted: set[str], where: str) -> None:
             frequencies (old exports hold them) are let pass.
     """
     missing = wanted - found
-    extra = {name for name in found - wanted if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq")}
+    extra = {name for name in found - wanted if name != _PROJECTION and not name.endswith("rotary_emb.inv_freq")}
     if missing or extra:
         listed = [f"missing {_some(missing)}"] if missing else []
         listed += [f"unexpected {_some(extra)}"] if extra else []
@@ -143,6 +166,14 @@ def _weight_files(folder: Path) -> list[Path]:
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
             raise ModelError("weight files are missing", where=str(index), seen=", ".join(missing) + " not found")
+        if SINGLE not in files and (folder / SINGLE).is_file():
+            raise ModelError(
+                "the folder holds two sets of weights",
+                where=str(folder),
+                seen=f"{SINGLE}, which transformers reads, and {len(files)} files named by {INDEX}, which vLLM reads",
+                expected="one of the two",
+                fix=f"remove the set that is out of date; of the second, {INDEX} too",
+            )
         return [folder / name for name in files]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
