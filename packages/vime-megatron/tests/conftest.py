@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# Machines that run tests are shared: how long an example takes says nothing about the code.
+settings.register_profile("shared-machine", deadline=None)
+settings.load_profile("shared-machine")
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -169,7 +174,9 @@ def ranks(tmp_path_factory):
     A fork server imports torch and Megatron once, so that a rank starts in a fraction of a second.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "vime_megatron", "vime_megatron.forward", "vime_megatron.optim"])
+    context.set_forkserver_preload(
+        ["torch", "hypothesis", "vime_megatron", "vime_megatron.forward", "vime_megatron.optim"]
+    )
     path = str(Path(__file__).with_name("rank_jobs.py"))
 
     def run(job: str, world: int, *, deadline: float = 120.0, **arguments):

@@ -61,3 +61,52 @@ def test_llama3_frequencies_equal_those_of_transformers(make_trainer, model_of, 
     assert ratio[0] == 1.0
     assert 1.0 < ratio[1] < 8.0
     torch.testing.assert_close(ratio[2:], torch.tensor([8.0, 8.0]))
+
+
+def pull(logprobs_t, entropy_t, fields):
+    """A loss that uses log-probabilities and entropies."""
+    loss_t = fields["advantage"] * logprobs_t + 0.1 * entropy_t.square()
+    return -(fields["weight"] * loss_t).sum(), {}
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "qwen2", "qwen3", "qwen3-moe"])
+def test_three_updates_are_those_of_transformers_and_torch(
+    make_trainer, model_of, reference_of, batch_of, tmp_path, kind
+):
+    """Gradients, their norm, clipping, warm-up, decay of rates and of weights, AdamW: autograd and torch's own."""
+    reference = reference_of(kind)
+    optimizer = {"lr": 1e-2, "beta2": 0.98, "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5, "warmup_steps": 2}
+    optimizer |= {"schedule": "linear", "decay_steps": 4}
+    trainer = make_trainer(model_of(kind), temperature=0.7, max_tokens_per_microbatch=30, optimizer=optimizer)
+    groups = [{"params": [p for p in reference.parameters() if (p.dim() > 1) is decays]} for decays in (True, False)]
+    groups[1]["weight_decay"] = 0.0
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-3, weight_decay=0.1)
+    for step, rate in enumerate((5e-3, 1e-2, 5e-3)):
+        batch = batch_of(seed=step)
+        found = trainer.step(batch, pull)
+        loss = _loss(reference, batch)
+        adamw.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        assert norm > 0.5
+        assert (found.loss, found.grad_norm, found.lr) == pytest.approx((loss.item(), norm.item(), rate), rel=1e-5)
+        for group in adamw.param_groups:
+            group["lr"] = rate
+        adamw.step()
+    trainer.export_hf(tmp_path / "found")
+    reference.save_pretrained(tmp_path / "wanted")
+    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("found", "wanted"))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def _loss(reference, batch):
+    """The same loss of each sequence by itself, over the whole logits."""
+    total = torch.zeros(())
+    for sequence in batch:
+        logprobs_sv = (reference(sequence.tokens[None]).logits[0, :-1] / 0.7).log_softmax(-1)
+        logprobs = logprobs_sv.gather(1, sequence.tokens[1:, None]).squeeze(1)
+        entropy = -(logprobs_sv.exp() * logprobs_sv).sum(-1)
+        total = total + pull(logprobs, entropy, {name: values[1:] for name, values in sequence.fields.items()})[0]
+    return total
