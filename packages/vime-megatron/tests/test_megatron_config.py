@@ -40,6 +40,7 @@ def test_trainer_settings(settings, name):
         ({"lr": 0}, "lr"),
         ({"min_lr": 1.0}, "min_lr"),
         ({"schedule": "cosine"}, "decay_steps"),
+        ({"decay_steps": 100}, "decay_steps.*None with schedule 'constant'"),
         ({"schedule": "linear", "decay_steps": 5, "warmup_steps": 5}, "decay_steps"),
         ({"beta2": 1.0}, "beta2"),
         ({"clip_grad": -1}, "clip_grad"),

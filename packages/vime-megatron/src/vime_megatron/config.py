@@ -45,7 +45,7 @@ class OptimizerSettings:
         min_lr: Final learning rate of the linear and cosine schedules.
         schedule: Shape after the warm-up.
         warmup_steps: Updates of linear warm-up from 0; 0 means none.
-        decay_steps: Update at which ``min_lr`` is reached; required unless the schedule is constant.
+        decay_steps: Update at which ``min_lr`` is reached; required unless the schedule is constant, which has none.
         beta1: AdamW's decay of the first moment.
         beta2: AdamW's decay of the second moment.
         eps: AdamW's denominator offset.
@@ -81,7 +81,10 @@ class OptimizerSettings:
         _require(self.eps > 0, "optimizer.eps", self.eps, "a positive number")
         _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "at least 0")
         _require(self.clip_grad >= 0, "optimizer.clip_grad", self.clip_grad, "at least 0")
-        if self.schedule != "constant":
+        if self.schedule == "constant":
+            expected = "None with schedule 'constant', which never falls"
+            _require(self.decay_steps is None, "optimizer.decay_steps", self.decay_steps, expected)
+        else:
             _require(
                 self.decay_steps is not None and self.decay_steps > self.warmup_steps,
                 "optimizer.decay_steps",
