@@ -103,6 +103,8 @@ def test_a_machine_says_what_it_lacks(definition: Definition, tmp_path: Path) ->
 
 
 def test_of_what_is_refused_one_pipeline_an_environment_is_the_witness(definition: Definition) -> None:
+    assert definition.refused == (), "and nothing is"
+    definition = replace(definition, refused=(Refusal({"vllm": "0.28"}, "PlanError", "no loaders"),))
     old = select(definition.cells, {"vllm": "0.28", "python": "3.12", "megatron": "newest"})
     reasons = {cell.pipeline: why_no_pipeline(definition, cell, BIG) for cell in old}
     assert [name for name, why in reasons.items() if not why] == ["colocated-dense-1"]

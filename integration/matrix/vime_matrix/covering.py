@@ -3,7 +3,7 @@
 Failures of software are triggered by few values at once, most of them by one or two (Kuhn, Wallace and Gallo, "Software
 fault interactions and implications for software testing", IEEE TSE 30(6), 2004). So a set of cells in which every ``t``
 values that can go together do so at least once, a covering array of strength ``t``, finds most of what all cells would,
-and is much smaller: of the 80 pipelines that a CPU can run, 8 have every two values together and 18 every three.
+and is much smaller: of the 120 pipelines that a CPU can run, 9 have every two values together and 25 every three.
 
 Invariants: only cells that can be run count, so no exclusion has to be repeated here; a choice depends on nothing but
 the order of the cells and what was run before.

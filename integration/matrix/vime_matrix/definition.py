@@ -174,7 +174,7 @@ def load(path: Path = FOLDER / "pyproject.toml") -> Definition:
     stack, ours = tool["hatch"]["envs"]["stack"], tool["vime-matrix"]
     cells = [cell for product in stack["matrix"] for cell in _expand(ours["axes"], product)]
     excluded = tuple(Exclusion(rule["where"], rule["reason"]) for rule in ours["excluded"])
-    refused = tuple(Refusal(rule["where"], rule["error"], rule["reason"]) for rule in ours["refused"])
+    refused = tuple(Refusal(rule["where"], rule["error"], rule["reason"]) for rule in ours.get("refused", ()))
     return Definition(tuple(cells), tuple(_expand(ours["axes"], ours["values"])), excluded, refused, stack)
 
 

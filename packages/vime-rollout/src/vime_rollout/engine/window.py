@@ -5,8 +5,8 @@ vLLM         generate routes                  versions of tokens             sam
 ===========  ===============================  =============================  ==============  ======================
 0.32         with ``--enable-scale-out``      stamped on each by the engine  many a request  run: the tests here
 0.30, 0.31   with ``--enable-scale-out``      asked before and after         many a request  read in their sources
-0.29         always there; no such option     asked before and after         many a request  run by hand on a CPU
-0.28         always there; no such option     asked before and after         one a request   run by hand on a CPU
+0.29         always there; no such option     asked before and after         many a request  run in pipelines (CPU)
+0.28         always there; no such option     asked before and after         one a request   run in pipelines (CPU)
 older        unknown                          no version label               unknown         refused
 newer        as 0.32                          as 0.32                        as 0.32         taken, with a warning
 ===========  ===============================  =============================  ==============  ======================
