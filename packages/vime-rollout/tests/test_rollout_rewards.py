@@ -239,12 +239,16 @@ async def test_workers_fail_with_the_cause_and_end_when_closed(make_sample):
     missing.close()
 
 
-def test_a_worker_ends_with_its_parent():
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_a_worker_ends_with_its_parent(busy):
+    """One that grades has nobody left to end it: that is what the kernel's timer is for."""
     code = (
-        "from vime_rollout.rewards.grader import _Worker; import time; w = _Worker('os:getenv'); w.until_ready();"
-        "print(w._process.pid, flush=True); time.sleep(300)"
+        "from vime_rollout.rewards.grader import _Worker; import sys, time\n"
+        "w = _Worker('time:sleep'); w.until_ready()\n"
+        "if sys.argv[1] == 'True': w._process.stdin.write(b'{\"timeout_s\": 1, \"payload\": 600}\\n')\n"
+        "w._process.stdin.flush(); print(w._process.pid, flush=True); time.sleep(300)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", code, str(busy)], stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
     parent.kill()
     parent.wait(5)
