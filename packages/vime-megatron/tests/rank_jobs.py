@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import resource
+import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -108,11 +111,19 @@ def _updates(order, own, steps, *, model, settings, optimizer):
     return {"clipped": clipped, "own": bool(update.own), "state": kept}
 
 
+def _fill_the_disk():
+    """Let no file of this process grow beyond a kilobyte; Python would cut short what it compiles, and keep that."""
+    sys.dont_write_bytecode = True
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+
+
+def _free_the_disk():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
 def background(order, *, model, folder):
     """A step runs while a checkpoint is written behind it; then one rank cannot write the next one."""
-    import resource
-    import signal
-
     from vime_megatron import CheckpointError
 
     trainer = _trainer(order, model, {"tensor_parallel": 2}, {"lr": 1e-2})
@@ -122,8 +133,7 @@ def background(order, *, model, folder):
     wanted = trainer.step(batch, policy_loss).loss
     handle.wait(60.0)
     if order["rank"] == 1:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+        _fill_the_disk()
     said = []
     for asynchronous in (False, True):
         try:
@@ -134,8 +144,55 @@ def background(order, *, model, folder):
     found = trainer.step(batch, policy_loss).loss
     trainer.close()
     if order["rank"] == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        _free_the_disk()
     return {"said": said, "wanted": wanted, "found": found}
+
+
+def failing(order, *, model, settings):
+    """A loss raises on the last rank, in its second micro-batch; then a step goes well."""
+    trainer = _trainer(order, model, settings, {"lr": 1e-2})
+    batch, calls = _conftest().make_batch(), []
+
+    def loss(*given):
+        calls.append(given)
+        if order["rank"] == order["world_size"] - 1 and len(calls) == 2:
+            raise ValueError("there is no such field")
+        return policy_loss(*given)
+
+    said = ""
+    try:
+        trainer.step(batch, loss)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    done = trainer.state.step
+    metrics = [trainer.step(batch, policy_loss) for _ in range(2)]
+    trainer.close()
+    return {"said": said, "done": done, "losses": [(m.loss, m.grad_norm) for m in metrics]}
+
+
+def one_rank_cannot(order, *, model, folder):
+    """Rank 0 cannot write what the others send it, and rank 1 does not see what it is to read."""
+    from vime_megatron import CheckpointError
+
+    trainer = _trainer(order, model, {"tensor_parallel": 2}, {"lr": 1e-2})
+    if order["rank"] == 0:
+        _fill_the_disk()
+    said = []
+    try:
+        trainer.export_hf(f"{folder}/hf", max_file_bytes=4000)  # the first file is full long before the last tensor
+    except CheckpointError as error:
+        said.append(str(error))
+    if order["rank"] == 0:
+        _free_the_disk()
+    trainer.export_hf(f"{folder}/hf")
+    trainer.save(f"{folder}/saved")
+    try:
+        trainer.load(f"{folder}/{'saved' if order['rank'] == 0 else 'elsewhere'}")
+    except CheckpointError as error:
+        said.append(str(error))
+    trainer.load(f"{folder}/saved")
+    trainer.close()
+    return {"said": said}
 
 
 def split_vocabulary(order, *, problem):

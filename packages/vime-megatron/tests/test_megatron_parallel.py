@@ -133,3 +133,32 @@ def test_ranks_save_behind_a_step_and_agree_when_one_cannot(ranks, tiny, tmp_pat
             assert "rank 1" in said
             assert "stays valid" in said
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("layout", ["pp2", "dp2", "tp2-ep2"])
+def test_a_loss_that_raises_on_one_rank_ends_the_step_on_all(ranks, model_of, layout):
+    world, settings = LAYOUTS[layout]
+    model = str(model_of("qwen3-moe" if "ep2" in layout else "qwen3"))
+    settings = settings | {"max_tokens_per_microbatch": 20}
+    results = ranks("failing", world, model=model, settings=settings)
+    *others, failed = results
+    assert failed["said"] == "ValueError: there is no such field"
+    for result in others:
+        assert result["said"].startswith("TrainerError: the loss has failed on another rank (rank ")
+        assert f"rank {world - 1} of {world}" in result["said"]
+        assert "ValueError: there is no such field; fix: weights and optimiser are unchanged" in result["said"]
+    undisturbed = ranks("train", world, model=model, settings=settings, optimizer={"lr": 1e-2})[0]
+    for result in results:
+        assert result["done"] == 0
+        assert result["losses"] == list(zip(undisturbed["loss"], undisturbed["grad_norm"], strict=True))
+
+
+def test_exports_and_loads_end_on_all_ranks_when_one_cannot(ranks, tiny, tmp_path):
+    first, second = ranks("one_rank_cannot", 2, model=str(tiny), folder=str(tmp_path))
+    for result in (first, second):
+        assert "nothing was published" in result["said"][0]
+        assert "rank 0: " in result["said"][0]
+    assert "not every rank can read the checkpoint" in first["said"][1]
+    assert "rank 1: no valid checkpoint" in first["said"][1]
+    assert second["said"][1].startswith("no valid checkpoint")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "saved"]

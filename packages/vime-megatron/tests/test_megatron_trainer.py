@@ -67,6 +67,15 @@ def test_a_row_without_trained_tokens_adds_nothing(make_trainer, tiny, batch):
     assert math.isfinite(metrics.loss)
 
 
+def test_a_loss_may_answer_no_tokens_with_a_number_of_its_own(make_trainer, tiny, batch):
+    def loss(logprobs_t, entropy_t, fields):
+        return sft_loss(logprobs_t, entropy_t, fields) if logprobs_t.numel() else (torch.zeros(()), {})
+
+    batch[0].fields["weight"].zero_()
+    wanted, found = (make_trainer(tiny, max_tokens_per_microbatch=1).step(batch, each) for each in (sft_loss, loss))
+    assert (found.loss, found.grad_norm) == (wanted.loss, wanted.grad_norm)
+
+
 @pytest.mark.parametrize("budget", [1, 1000])
 def test_sequences_of_one_token_predict_nothing(make_trainer, tiny, batch, batch_of, budget):
     names = batch[0].fields
@@ -120,6 +129,16 @@ def test_the_schedule_warms_up_and_falls(make_trainer, tiny, batch):
     assert [constant.step(batch, sft_loss).lr for _ in range(3)] == pytest.approx([1e-3] * 3)
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3-moe"])
+def test_weights_decay_but_not_biases_and_norms(make_trainer, model_of, batch, kind):
+    trainer = make_trainer(model_of(kind), optimizer={"lr": 0.1, "weight_decay": 0.5})
+    before = weights_of(trainer)
+    trainer.step(batch, lambda logprobs, entropy, fields: (0.0 * logprobs.sum(), {}))
+    for name, value in weights_of(trainer).items():
+        kept = 1.0 if value.dim() == 1 else 1 - 0.1 * 0.5
+        torch.testing.assert_close(value, kept * before[name], rtol=1e-6, atol=0.0, msg=name)
+
+
 def test_clipping_scales_the_update_but_not_the_reported_norm(make_trainer, tiny, batch):
     norms = [
         make_trainer(tiny, optimizer={"lr": 1e-2, "clip_grad": c}).step(batch, sft_loss).grad_norm for c in (0, 1e-3)
@@ -144,8 +163,9 @@ def test_bfloat16_trains_with_float32_masters(make_trainer, tiny, batch):
         (lambda logprobs: (1.5, {}), "not a scalar; seen: float"),
         (lambda logprobs: (logprobs.sum(), {"loss": logprobs.mean()}), r"'loss'.*names other than 'loss'"),
         (lambda logprobs: (logprobs.sum(), {"kl": 0.5, "all": logprobs}), r"cannot be added up.*'kl', 'all'"),
+        (lambda logprobs: (logprobs.detach().sum(), {}), "the loss has no gradient"),
     ],
-    ids=["vector", "number", "name", "metrics"],
+    ids=["vector", "number", "name", "metrics", "detached"],
 )
 def test_what_a_loss_must_not_return_is_refused(make_trainer, tiny, batch, answer, text):
     trainer = make_trainer(tiny)

@@ -5,12 +5,13 @@ the last pipeline stage it then calls back with the hidden states. For training 
 :data:`~vime_megatron.TokenLoss`) and a dict of sums; for scoring it is the log-probabilities by sequence.
 
 An idle row (a rank that has fewer micro-batches than others) goes through the model, because the ranks communicate
-inside it, and adds an exact zero.
+inside it, and adds an exact zero. So does every row after one whose loss has raised: what it raised is kept until the
+schedule is through, since ranks that left it would leave the others waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from vime_megatron.batch import TokenLoss
-from vime_megatron.errors import BatchError
+from vime_megatron.errors import BatchError, TrainerError
 from vime_megatron.logprobs import VocabShard, token_logprobs
 from vime_megatron.microbatch import MicroBatch
 from vime_megatron.model.context import gather_predictions
@@ -59,9 +60,12 @@ class Forward:
         self._temperature = temperature
         self._max_tokens = max_tokens
         self._context = context
+        self._failure: Exception | None = None
         model.config.finalize_model_grads_func = _finalize_sums
 
-    def train(self, batches: Iterator[MicroBatch], count: int, loss: TokenLoss) -> list[dict[str, Tensor]]:
+    def train(
+        self, batches: Iterator[MicroBatch], count: int, loss: TokenLoss
+    ) -> tuple[list[dict[str, Tensor]], Exception | None]:
         """Accumulate gradients over the micro-batches and reduce them over the ranks.
 
         Args:
@@ -70,9 +74,12 @@ class Forward:
             loss: The injected loss.
 
         Returns:
-            The sums of each micro-batch, ``loss`` among them; empty off the last pipeline stage.
+            The sums of each micro-batch, ``loss`` among them; empty off the last pipeline stage. And what the loss
+            raised on this rank, if it did: then the gradients stand for nothing (:func:`check_loss`).
         """
-        return self._run(batches, count, partial(self._training_loss, loss), training=True)
+        sums = self._run(batches, count, partial(self._training_loss, loss), training=True)
+        failure, self._failure = self._failure, None
+        return sums, failure
 
     def score(self, batches: Iterator[MicroBatch], count: int) -> list[dict[int, Tensor]]:
         """Return log-probabilities by global index, per micro-batch; empty off the last pipeline stage."""
@@ -122,11 +129,15 @@ class Forward:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logprobs_k, entropy_k = self._logprobs(hidden_s1m, batch)
         tokens = torch.tensor(sum(batch.shares), dtype=torch.int)
-        if batch.idle:
-            return logprobs_k.sum() + hidden_s1m.sum() * 0.0, tokens, {}
-        value, sums = loss(logprobs_k, entropy_k, batch.fields_k)
-        _check_answer(value, sums)
-        return value, tokens, {"loss": value.detach(), **{name: total.detach() for name, total in sums.items()}}
+        if not batch.idle and self._failure is None:
+            try:
+                value, sums = loss(logprobs_k, entropy_k, batch.fields_k)
+                value = _checked(value, sums, logprobs_k)
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is raised once no rank waits for this one
+                self._failure = error
+            else:
+                return value, tokens, {"loss": value.detach(), **{name: total.detach() for name, total in sums.items()}}
+        return (logprobs_k.sum() + hidden_s1m.sum()) * 0.0, tokens, {}
 
     def _scores(self, batch: MicroBatch, hidden_s1m: Tensor, *, non_loss_data: bool = True) -> dict[int, Tensor]:
         logprobs_k, _entropy_k = self._logprobs(hidden_s1m, batch)
@@ -139,8 +150,31 @@ class Forward:
         return scores
 
 
-def _check_answer(value: Any, sums: Any) -> None:
-    """Refuse what a loss must not return, before it is lost in a total."""
+def check_loss(failure: Exception | None, problems: Sequence[str]) -> None:
+    """Raise on every rank what the loss raised on any.
+
+    Args:
+        failure: From :meth:`Forward.train`.
+        problems: The same of each rank as text, in rank order; empty where all went well.
+
+    Raises:
+        Exception: The failure itself, on its own rank.
+        TrainerError: The loss has failed on other ranks only; says which, and why.
+    """
+    if failure is not None:
+        raise failure
+    failed = {rank: text for rank, text in enumerate(problems) if text}
+    if failed:
+        raise TrainerError(
+            "the loss has failed on another rank",
+            where=f"rank {', '.join(map(str, failed))} of {len(problems)}",
+            seen=next(iter(failed.values())),
+            fix="weights and optimiser are unchanged: mend the loss, or drop the batch",
+        )
+
+
+def _checked(value: Any, sums: Any, logprobs_k: Tensor) -> Tensor:
+    """Refuse what a loss must not return, before it is lost in a total; return the loss."""
     if not isinstance(value, Tensor) or value.dim() != 0:
         seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise BatchError("the loss is not a scalar", seen=seen, expected="a sum over tokens, as a tensor")
@@ -152,6 +186,15 @@ def _check_answer(value: Any, sums: Any) -> None:
             where=", ".join(map(repr, wrong)),
             expected="tensors of one value each, under names other than 'loss'",
         )
+    if value.requires_grad:
+        return value
+    if logprobs_k.numel():  # Megatron would leave the backward pass out, and nothing would be learnt
+        raise BatchError(
+            "the loss has no gradient",
+            seen="a tensor that does not depend on the log-probabilities",
+            expected="a sum that does; .detach() and torch.no_grad() cut it off",
+        )
+    return value + logprobs_k.sum()  # of no tokens: other ranks wait for this one's backward pass
 
 
 def _finalize_sums(model: list[Any], _tokens: Tensor | None = None, **groups: Any) -> None:

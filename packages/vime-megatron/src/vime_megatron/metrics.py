@@ -57,16 +57,19 @@ class TrainerState:
     step: int = 0
 
 
-def add_up(sums: Sequence[Mapping[str, Tensor]], topology: Topology, device: torch.device) -> dict[str, float]:
+def add_up(
+    sums: Sequence[Mapping[str, Tensor]], topology: Topology, device: torch.device, failure: Exception | None = None
+) -> tuple[dict[str, float], list[str]]:
     """Add the sums of all micro-batches of all ranks, in rank order and double precision.
 
     Args:
         sums: Scalars by name, of each micro-batch of this rank.
         topology: The ranks; all must call.
         device: Where the scalars are.
+        failure: What went wrong on this rank.
 
     Returns:
-        Totals by name, ``loss`` among them.
+        Totals by name, ``loss`` among them, and each rank's failure as text, empty where there was none.
     """
     mine: dict[str, float] = {}
     named = [(name, value) for values in sums for name, value in values.items()]
@@ -74,11 +77,13 @@ def add_up(sums: Sequence[Mapping[str, Tensor]], topology: Topology, device: tor
     numbers = torch.stack(values_n).tolist() if named else []  # one wait for the device, not one for each
     for (name, _value), number in zip(named, numbers, strict=True):
         mine[name] = mine.get(name, 0.0) + number
+    problem = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    answers = topology.gather((mine if topology.counts_once else {}, problem))
     totals: dict[str, float] = {"loss": 0.0}
-    for theirs in topology.gather(mine if topology.counts_once else {}):
+    for theirs, _problem in answers:
         for name, value in theirs.items():
             totals[name] = totals.get(name, 0.0) + value
-    return totals
+    return totals, [problem for _theirs, problem in answers]
 
 
 class MemoryMeter:

@@ -196,9 +196,11 @@ class MegatronTrainer:
             Metrics of the whole batch, the same on every rank.
 
         Raises:
-            BatchError: The batch cannot be used; nothing has happened.
+            BatchError: The batch cannot be used, or the loss's answer; weights and optimiser are as before.
             GradientError: The loss or a gradient is not finite; weights and optimiser are as before.
+            TrainerError: The loss has raised on another rank, which raises it; weights and optimiser are as before.
         """
+        from vime_megatron.forward import check_loss
         from vime_megatron.update import apply_update, check_finite, gradient_norm, prepare_update
 
         started = time.perf_counter()
@@ -209,11 +211,12 @@ class MegatronTrainer:
                 self.ddp.zero_grad_buffer()
                 self.optimizer.zero_grad()
                 batches = self._microbatches(sequences, plan, every_token=False)
-                sums = self._forward.train(batches, plan.count, loss)
+                sums, failure = self._forward.train(batches, plan.count, loss)
                 norm_on_device = gradient_norm(self.optimizer, self._platform.device)  # queued before anything waits
                 update = prepare_update(self.optimizer, self._kernels)
             # Memory is handed out as work is queued, so a phase is over before the device has done it.
-            totals = add_up(sums, self.topology, self._platform.device)
+            totals, problems = add_up(sums, self.topology, self._platform.device, failure)
+            check_loss(failure, problems)
             norm = float(norm_on_device)
             check_finite(self.ddp, self.topology, loss=totals["loss"], norm=norm)
             self.scheduler.step(increment=1)

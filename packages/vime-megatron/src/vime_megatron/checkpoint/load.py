@@ -7,7 +7,8 @@ on bit for bit, random states included; in another it goes on up to rounding, wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from vime_megatron.checkpoint.storage import Progress, Reader, read_pieces
 from vime_megatron.errors import CheckpointError
 from vime_megatron.families.mapping import checkpoint_names
 from vime_megatron.optim import count_home, inner_optimizers
+from vime_megatron.peers import Peers
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -31,11 +33,11 @@ _LISTED = 8
 
 def load_checkpoint(trainer: MegatronTrainer, folder: Path, progress: Progress | None) -> None:
     """Read a checkpoint; see :meth:`MegatronTrainer.load`."""
-    folder, manifest = find(folder)
-    _check_identity(trainer, folder, manifest)
-    check_files(trainer.topology.peers, folder, manifest["files"])
+    peers = trainer.topology.peers
+    folder, manifest = _everywhere(peers, folder, partial(_find, trainer, folder))
+    check_files(peers, folder, manifest["files"])
     reader = Reader(folder)
-    metadata = reader.read_metadata()
+    metadata: Metadata = _everywhere(peers, folder, reader.read_metadata)
     _check_tensors(trainer, folder, manifest["optimizer"], metadata)
     inventory = Inventory(trainer, copies=True)
     with torch.no_grad():
@@ -49,6 +51,32 @@ def load_checkpoint(trainer: MegatronTrainer, folder: Path, progress: Progress |
         states = list(inventory.random())
         read_pieces(reader, metadata, states)
         _restore_random(trainer, states)
+
+
+def _everywhere(peers: Peers, folder: Path, action: Callable[[], Any]) -> Any:
+    """Run an action on every rank and return its result; a failure on one ends the load on all."""
+    result, failure = None, None
+    try:
+        result = action()
+    except (CheckpointError, OSError) as error:
+        failure = error
+    problems = peers.failures("" if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    if problems:
+        raise CheckpointError(
+            "not every rank can read the checkpoint",
+            where=str(folder),
+            seen="; ".join(problems),
+            fix="nothing was loaded; give a folder on a file system that all ranks share",
+        )
+    return result
+
+
+def _find(trainer: MegatronTrainer, folder: Path) -> tuple[Path, dict[str, Any]]:
+    found, manifest = find(folder)
+    _check_identity(trainer, found, manifest)
+    return found, manifest
 
 
 def _check_identity(trainer: MegatronTrainer, folder: Path, manifest: dict[str, Any]) -> None:

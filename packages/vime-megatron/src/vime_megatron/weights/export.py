@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from vime_megatron.checkpoint.folders import check_target, publish
+from vime_megatron.checkpoint.folders import WRITE_ERRORS, check_target, publish
 from vime_megatron.families.mapping import placements
 from vime_megatron.weights.writer import copy_companions, gather_tensors, write_tensors
 
@@ -30,7 +30,12 @@ def export_folder(
 
     def write(temporary: Path) -> None:
         if topology.rank == 0:
-            write_tensors(temporary, _counted(tensors, total, progress), max_file_bytes=max_file_bytes)
+            try:
+                write_tensors(temporary, _counted(tensors, total, progress), max_file_bytes=max_file_bytes)
+            except WRITE_ERRORS:
+                for _nothing in tensors:  # other ranks are sending, and could not be told before they are done
+                    pass
+                raise
             copy_companions(trainer.config.model, temporary)
         else:
             for _nothing in tensors:
