@@ -147,15 +147,18 @@ OWNER = """
     process = EngineProcess([sys.executable, "-c", sys.argv[2]], dict(os.environ), log, grace_s=0.2, name="e")
     while "up" not in process.log_tail():
         time.sleep(0.02)
+    if sys.argv[3] == "forks" and os.fork() == 0:
+        time.sleep(300)  # with the pipe that the warden reads from
     print(process.scratch, *process.members(), flush=True)
     time.sleep(300)
 """
 
 
 @pytest.fixture
-def owner(tmp_path):
+def owner(tmp_path, request):
     """A process that owns ``TREE``, and the members of the tree; whatever is done to it, nothing may be left."""
-    command = [sys.executable, "-c", textwrap.dedent(OWNER), str(tmp_path / "log"), TREE]
+    how = getattr(request, "param", "")
+    command = [sys.executable, "-c", textwrap.dedent(OWNER), str(tmp_path / "log"), TREE, how]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     scratch, *words = parent.stdout.readline().split()
     members = [int(p) for p in words]
@@ -176,6 +179,19 @@ def test_the_tree_ends_with_its_owner(owner, number):
     parent.send_signal(number)
     parent.wait(10)
     until(lambda: alive(members) == [])
+
+
+@pytest.mark.parametrize("owner", ["forks"], indirect=True)
+def test_a_fork_of_the_owner_does_not_keep_the_tree(owner):
+    parent, members = owner
+    (fork,) = (process for process in psutil.Process(parent.pid).children() if process.pid not in members)
+    parent.kill()
+    parent.wait(10)
+    try:
+        until(lambda: alive(members) == [])
+        assert alive([fork.pid]) == [fork.pid]
+    finally:
+        fork.kill()
 
 
 @pytest.mark.parametrize("owner_goes", ["first", "last", "not at all"])
@@ -200,6 +216,7 @@ def test_the_tree_is_swept_when_both_guards_were_killed(tmp_path):
         os.kill(roles[role], signal.SIGSTOP)
     for role in ("keeper", "warden"):
         os.kill(roles[role], signal.SIGKILL)
+    until(lambda: alive([roles["command"]]) == [])  # by itself
     process.stop()
     assert not process.scratch.exists()
     assert shared(process.log_path) == []
