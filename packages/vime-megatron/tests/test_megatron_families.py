@@ -28,6 +28,7 @@ CONFIG = {
     "head_dim": 8,
     "max_position_embeddings": 64,
 }
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
 def folder_with(tmp_path, config):
@@ -71,6 +72,11 @@ def test_qwen3_is_read(tmp_path):
         ),
         (CONFIG | {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "one for all layers"),
         ({key: value for key, value in CONFIG.items() if key != "hidden_size"}, "no 'hidden_size'"),
+        (CONFIG | {"rope_theta": None}, "bad setting.*NoneType"),
+        (CONFIG | {"num_key_value_heads": 3}, "num_attention_heads=4, which num_key_value_heads=3 does not divide"),
+        (CONFIG | {"head_dim": 7}, "head_dim=7"),
+        (CONFIG | MOE | {"num_experts_per_tok": 5}, "num_experts_per_tok=5 of 4 experts"),
+        (CONFIG | MOE | {"num_experts_per_tok": 1, "norm_topk_prob": True}, "1 whatever the router says"),
         ("{broken", "not JSON"),
         ("[]", "not a JSON object"),
     ],

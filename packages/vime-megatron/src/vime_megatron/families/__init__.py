@@ -90,6 +90,8 @@ def load_family(folder: Path) -> tuple[Family, ModelShape]:
                 return family, family.shape_of(config)
             except KeyError as error:
                 raise ModelError("config.json lacks a setting", where=str(folder), seen=f"no {error}") from error
+            except (TypeError, ValueError) as error:
+                raise ModelError("config.json has a bad setting", where=str(folder), seen=str(error)) from error
     raise ModelError(
         "unsupported architecture",
         where=str(folder),

@@ -254,7 +254,27 @@ def decoder_shape(config: Mapping[str, Any], architecture: str, **special: Any) 
         fields["ffn"] = int(config["intermediate_size"])
     if "rope_scaling" not in special:
         fields["rope_scaling"] = rope_scaling(config)
-    return ModelShape(architecture=architecture, **fields | special)
+    shape = ModelShape(architecture=architecture, **fields | special)
+    _check_sizes(shape)
+    return shape
+
+
+def _check_sizes(shape: ModelShape) -> None:
+    """Refuse sizes that no layer can be built of."""
+    chosen = shape.experts_per_token
+    wrong = {
+        f"num_attention_heads={shape.heads}, which num_key_value_heads={shape.kv_heads} does not divide": bool(
+            shape.heads % shape.kv_heads
+        ),
+        f"head_dim={shape.head_dim}, which has no halves to rotate": bool(shape.head_dim % 2),
+        f"num_experts_per_tok={chosen} of {shape.experts} experts": not 0 <= chosen <= shape.experts,
+        "num_experts_per_tok=1 with norm_topk_prob, whose weight is 1 whatever the router says": (
+            chosen == 1 and shape.normalise_experts
+        ),
+    }
+    seen = "; ".join(text for text, holds in wrong.items() if holds)
+    if seen:
+        raise ModelError("impossible sizes", where="config.json", seen=seen)
 
 
 def require(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
