@@ -170,14 +170,19 @@ def failing(order, *, model, settings):
     return {"said": said, "done": done, "losses": [(m.loss, m.grad_norm) for m in metrics]}
 
 
-def one_rank_cannot(order, *, model, folder):
-    """Rank 0 cannot write what the others send it, and rank 1 does not see what it is to read."""
-    from vime_megatron import CheckpointError
+def one_rank_cannot(order, *, model, empty, folder):
+    """Rank 1 finds no weights; then rank 0 cannot write what is sent to it; then rank 1 finds no checkpoint."""
+    from vime_megatron import CheckpointError, ModelError
 
+    said = []
+    try:
+        first = order | {"init_method": order["init_method"] + "-first"}
+        _trainer(first, model if order["rank"] == 0 else empty, {"tensor_parallel": 2}, {"lr": 1e-2})
+    except ModelError as error:
+        said.append(str(error))
     trainer = _trainer(order, model, {"tensor_parallel": 2}, {"lr": 1e-2})
     if order["rank"] == 0:
         _fill_the_disk()
-    said = []
     try:
         trainer.export_hf(f"{folder}/hf", max_file_bytes=4000)  # the first file is full long before the last tensor
     except CheckpointError as error:

@@ -153,12 +153,18 @@ def test_a_loss_that_raises_on_one_rank_ends_the_step_on_all(ranks, model_of, la
         assert result["losses"] == list(zip(undisturbed["loss"], undisturbed["grad_norm"], strict=True))
 
 
-def test_exports_and_loads_end_on_all_ranks_when_one_cannot(ranks, tiny, tmp_path):
-    first, second = ranks("one_rank_cannot", 2, model=str(tiny), folder=str(tmp_path))
+def test_what_one_rank_cannot_do_ends_on_all(ranks, tiny, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    first, second = ranks("one_rank_cannot", 2, model=str(tiny), empty=str(empty), folder=str(tmp_path))
+    assert "not every rank can read the model" in first["said"][0]
+    assert "rank 1: no weights in the model folder" in first["said"][0]
+    assert second["said"][0].startswith("no weights in the model folder")
     for result in (first, second):
-        assert "nothing was published" in result["said"][0]
-        assert "rank 0: " in result["said"][0]
-    assert "not every rank can read the checkpoint" in first["said"][1]
-    assert "rank 1: no valid checkpoint" in first["said"][1]
-    assert second["said"][1].startswith("no valid checkpoint")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "saved"]
+        assert "nothing was published" in result["said"][1]
+        assert "rank 0: " in result["said"][1]
+    assert "not every rank can read the checkpoint" in first["said"][2]
+    assert "rank 1: no valid checkpoint" in first["said"][2]
+    assert second["said"][2].startswith("no valid checkpoint")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "hf", "saved"]

@@ -77,9 +77,11 @@ class Forward:
             The sums of each micro-batch, ``loss`` among them; empty off the last pipeline stage. And what the loss
             raised on this rank, if it did: then the gradients stand for nothing (:func:`check_loss`).
         """
-        sums = self._run(batches, count, partial(self._training_loss, loss), training=True)
-        failure, self._failure = self._failure, None
-        return sums, failure
+        self._failure = None
+        try:
+            return self._run(batches, count, partial(self._training_loss, loss), training=True), self._failure
+        finally:
+            self._failure = None  # it holds the step's tensors
 
     def score(self, batches: Iterator[MicroBatch], count: int) -> list[dict[int, Tensor]]:
         """Return log-probabilities by global index, per micro-batch; empty off the last pipeline stage."""

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
+from vime_devices import VimeError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,30 @@ class Peers:
             The problems of all ranks, each with its rank; empty when all went well.
         """
         return [f"rank {rank}: {text}" for rank, text in enumerate(self.gather(problem)) if text]
+
+    def agree(self, action: Callable[[], T], tell: Callable[[str], Exception]) -> T:
+        """Run an action on every rank; where it fails on one, no rank goes on to wait for that one.
+
+        Args:
+            action: What to do; it waits for no other rank.
+            tell: Makes the error of the ranks where it went well from the problems of the others.
+
+        Returns:
+            This rank's result.
+
+        Raises:
+            VimeError: What the action raised here, or what ``tell`` made.
+            OSError: Likewise.
+        """
+        result: T | None = None
+        failure: Exception | None = None
+        try:
+            result = action()
+        except (VimeError, OSError) as error:
+            failure = error
+        problems = self.failures("" if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        if problems:
+            raise tell("; ".join(problems))
+        return cast("T", result)

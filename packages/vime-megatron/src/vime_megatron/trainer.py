@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vime_megatron.batch import BatchPlan, TokenLoss, TrainSequence, check_batch, plan_batch
 from vime_megatron.config import TrainerConfig
-from vime_megatron.errors import TrainerError
+from vime_megatron.errors import ModelError, TrainerError
 from vime_megatron.families import load_family
 from vime_megatron.families.mapping import checkpoint_names, placements
 from vime_megatron.metrics import MemoryMeter, StepMetrics, TrainerState, add_up
@@ -157,7 +157,10 @@ class MegatronTrainer:
             draw_weights(self.params, self._placed, seed=self.config.seed, std=self.shape.init_std)
         else:
             names = checkpoint_names(self._family.rules, self.shape)
-            load_folder(self.config.model, self.params, self._placed, names)
+            self.topology.peers.agree(
+                lambda: load_folder(self.config.model, self.params, self._placed, names),
+                lambda seen: ModelError("not every rank can read the model", where=str(self.config.model), seen=seen),
+            )
 
     def _wrap(self, dtype: torch.dtype) -> None:
         from vime_megatron.optim import build_optimizer, gradient_buffers, wrap_data_parallel

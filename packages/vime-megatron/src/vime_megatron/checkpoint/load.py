@@ -7,7 +7,7 @@ on bit for bit, random states included; in another it goes on up to rounding, wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from vime_megatron.checkpoint.storage import Progress, Reader, read_pieces
 from vime_megatron.errors import CheckpointError
 from vime_megatron.families.mapping import checkpoint_names
 from vime_megatron.optim import count_home, inner_optimizers
-from vime_megatron.peers import Peers
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -34,10 +33,15 @@ _LISTED = 8
 def load_checkpoint(trainer: MegatronTrainer, folder: Path, progress: Progress | None) -> None:
     """Read a checkpoint; see :meth:`MegatronTrainer.load`."""
     peers = trainer.topology.peers
-    folder, manifest = _everywhere(peers, folder, partial(_find, trainer, folder))
+
+    def unread(problems: str) -> CheckpointError:
+        fix = "nothing was loaded; give a folder on a file system that all ranks share"
+        return CheckpointError("not every rank can read the checkpoint", where=str(folder), seen=problems, fix=fix)
+
+    folder, manifest = peers.agree(partial(_find, trainer, folder), unread)
     check_files(peers, folder, manifest["files"])
     reader = Reader(folder)
-    metadata: Metadata = _everywhere(peers, folder, reader.read_metadata)
+    metadata = peers.agree(reader.read_metadata, unread)
     _check_tensors(trainer, folder, manifest["optimizer"], metadata)
     inventory = Inventory(trainer, copies=True)
     with torch.no_grad():
@@ -51,26 +55,6 @@ def load_checkpoint(trainer: MegatronTrainer, folder: Path, progress: Progress |
         states = list(inventory.random())
         read_pieces(reader, metadata, states)
         _restore_random(trainer, states)
-
-
-def _everywhere(peers: Peers, folder: Path, action: Callable[[], Any]) -> Any:
-    """Run an action on every rank and return its result; a failure on one ends the load on all."""
-    result, failure = None, None
-    try:
-        result = action()
-    except (CheckpointError, OSError) as error:
-        failure = error
-    problems = peers.failures("" if failure is None else str(failure))
-    if failure is not None:
-        raise failure
-    if problems:
-        raise CheckpointError(
-            "not every rank can read the checkpoint",
-            where=str(folder),
-            seen="; ".join(problems),
-            fix="nothing was loaded; give a folder on a file system that all ranks share",
-        )
-    return result
 
 
 def _find(trainer: MegatronTrainer, folder: Path) -> tuple[Path, dict[str, Any]]:
