@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -18,6 +21,18 @@ from vime_integration.cluster import ray_cluster
 with ray_cluster(cpus=1, environment={}) as folder:
     (folder / "left").mkdir()
     print(folder, flush=True)
+    time.sleep(600)
+"""
+#: A driver with a process that nothing ties to it, and a fork that keeps the pipe to what ends it.
+FORKED = """
+import os, subprocess, sys, time
+from pathlib import Path
+from vime_integration.remains import end_with_the_driver
+sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+with end_with_the_driver(Path(sys.argv[1])):
+    if (fork := os.fork()) == 0:
+        time.sleep(600)
+    print(sleeper.pid, fork, flush=True)
     time.sleep(600)
 """
 #: Ray's agents would stay for 60 s, its workers stay for 3.
@@ -34,10 +49,35 @@ def test_a_cluster_goes_with_a_driver_that_was_killed() -> None:
         titles = [" ".join(process.cmdline()) for process in below]
         driver.kill()
     assert any("DashboardAgent" in title for title in titles), f"Ray has the agents that this is about: {titles}"
-    _, alive = psutil.wait_procs(below, GONE_S)
-    left = [process.cmdline() for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    assert left == []
+    until_gone(below)
     assert not folder.exists()
+
+
+def until_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, GONE_S)
+    assert [process.cmdline() for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=lambda how: how.name)
+def test_neither_a_fork_that_keeps_the_pipe_nor_ctrl_c_saves_what_is_left(tmp_path: Path, how: signal.Signals) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    command = [sys.executable, "-c", FORKED, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as driver:
+        assert driver.stdout is not None
+        sleeper, fork = (psutil.Process(int(word)) for word in driver.stdout.readline().split())
+        guard = next(process for process in psutil.Process(driver.pid).children() if process not in (sleeper, fork))
+        try:
+            if how is signal.SIGKILL:
+                driver.kill()
+            else:
+                os.killpg(driver.pid, how)  # as a terminal does
+            until_gone([sleeper, guard])
+            assert not folder.exists()
+        finally:
+            for process in (sleeper, fork):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 @pytest.fixture
@@ -48,7 +88,8 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _guard(folder: Path, name: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-P", remains.__file__, str(folder), name], stdin=subprocess.PIPE)
+    command = [sys.executable, "-P", remains.__file__, str(os.getpid()), str(folder), name]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def test_only_the_process_that_was_named_is_killed_and_not_before_the_end(

@@ -5,12 +5,12 @@ runtime environments) are tied to nothing: they notice that the raylet has died 
 reporting that to a GCS which died with it. Somebody who starts a run again at once would find them in the way.
 
 The script is given the processes of the cluster, each by id and start time, so that an id that was used again is never
-mistaken. It waits until its stdin ends, which is when the driver closes it or dies in any way, and kills those that are
-still there. Should some fork of the driver keep the pipe open, the change of parent tells the same. Then it removes the
-run's temporary folder: Ray kills its workers, and what they have there (Megatron-Core imports wandb, which makes two
-folders) nobody else would remove.
+mistaken. It waits until its stdin can be read from, which is when the driver says so or dies in any way, and kills
+those that are still there. Should some fork of the driver keep the pipe open, the change of parent tells the same. Then
+it removes the run's temporary folder: Ray kills its workers, and what they have there (Megatron-Core imports wandb,
+which makes two folders) nobody else would remove.
 
-Usage: ``python -P remains.py FOLDER PID:START_TIME ...``
+Usage: ``python -P remains.py DRIVER_PID FOLDER PID:START_TIME ...``
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -45,7 +45,7 @@ def end_with_the_driver(folder: Path) -> Iterator[None]:
     started = psutil.Process().children(recursive=True)
     names = [f"{process.pid}:{process.create_time()!r}" for process in started if process.is_running()]
     with subprocess.Popen(  # noqa: S603 - this file
-        [sys.executable, "-P", __file__, str(folder), *names],
+        [sys.executable, "-P", __file__, str(os.getpid()), str(folder), *names],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for the driver
@@ -54,7 +54,9 @@ def end_with_the_driver(folder: Path) -> Iterator[None]:
             yield
         finally:
             assert guard.stdin is not None
-            guard.stdin.close()
+            with suppress(BrokenPipeError):  # somebody has ended it
+                guard.stdin.write(b"\n")  # for a fork may keep the pipe open
+                guard.stdin.close()
             try:
                 guard.wait(END_S)
             except subprocess.TimeoutExpired:
@@ -70,9 +72,8 @@ def _known(name: str) -> psutil.Process | None:
     return process if abs(process.create_time() - float(start)) < CLOCK_S else None
 
 
-def main(folder: Path, names: list[str]) -> None:
+def main(driver: int, folder: Path, names: list[str]) -> None:
     """Wait for the driver's end, then kill those of the named processes that are left, and remove the folder."""
-    driver = os.getppid()
     processes = [process for name in names if (process := _known(name)) is not None]
     while os.getppid() == driver:
         if select.select([sys.stdin], [], [], POLL_S)[0]:
@@ -89,4 +90,4 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

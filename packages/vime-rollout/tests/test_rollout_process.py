@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from vime_rollout import EngineConfig
+from vime_rollout.engine import warden
 from vime_rollout.engine.process import EngineProcess
 from vime_rollout.engine.scratch import make_scratch
 from vime_rollout.engine.vllm import check_port, free_port
@@ -192,6 +193,18 @@ def test_a_fork_of_the_owner_does_not_keep_the_tree(owner):
         assert alive([fork.pid]) == [fork.pid]
     finally:
         fork.kill()
+
+
+def test_an_owner_that_is_gone_before_the_keeper_runs_is_missed(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(30)
+    command = [sys.executable, "-P", "-S", warden.__file__, str(gone.pid), "0", str(tmp_path / "none")]
+    sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+    with subprocess.Popen([*command, *sleep], stdin=subprocess.PIPE) as keeper:  # the pipe stays open, as in a fork
+        try:
+            assert keeper.wait(30) == 128 + signal.SIGKILL
+        finally:
+            keeper.kill()
 
 
 @pytest.mark.parametrize("owner_goes", ["first", "last", "not at all"])

@@ -57,7 +57,8 @@ class EngineProcess:
         self._grace_s = grace_s
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._scratch, environment = make_scratch(environment, name=name)
-        wrapped = [sys.executable, "-P", "-S", warden.__file__, str(grace_s), str(self._scratch), *command]
+        guard = [sys.executable, "-P", "-S", warden.__file__, str(os.getpid())]
+        wrapped = [*guard, str(grace_s), str(self._scratch), *command]
         with log_path.open("ab") as log:
             self._log_start = log.tell()
             self._keeper = subprocess.Popen(  # noqa: S603 - the command is the caller's

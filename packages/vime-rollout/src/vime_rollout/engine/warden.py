@@ -22,7 +22,7 @@ spared at first: one ends by itself when the last process that uses it has, and 
 memory (vLLM's workers talk through a quarter of a gigabyte of it). Then the tree's temporary folder is removed: what
 was killed has left its sockets there. The exit code is the command's, or 128 + the signal that ended it.
 
-Usage: ``python -P -S warden.py GRACE_SECONDS TEMPORARY_FOLDER COMMAND [ARGUMENT ...]``
+Usage: ``python -P -S warden.py OWNER_PID GRACE_SECONDS TEMPORARY_FOLDER COMMAND [ARGUMENT ...]``
 """
 
 from __future__ import annotations
@@ -203,14 +203,15 @@ class Keeper:
     """The owner's direct child: starts the warden and answers for it; see the module's docstring.
 
     Args:
+        owner: Process id of the owner, told by itself: it may be gone already.
         command: What to run.
         grace_s: Seconds between SIGTERM and SIGKILL.
         scratch: The tree's temporary folder.
     """
 
-    def __init__(self, command: list[str], grace_s: float, scratch: Path) -> None:
+    def __init__(self, owner: int, command: list[str], grace_s: float, scratch: Path) -> None:
         """Become a subreaper and fork the warden."""
-        self._owner = os.getppid()
+        self._owner = owner
         self._scratch = scratch
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's affair; it ends us when it wants
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -254,7 +255,8 @@ def _exit(run: Callable[[], int]) -> NoReturn:
 
 def main() -> int:
     """Run keeper and warden for the command in ``sys.argv``."""
-    return Keeper(sys.argv[3:], float(sys.argv[1]), Path(sys.argv[2])).run()
+    owner, grace_s, scratch, *command = sys.argv[1:]
+    return Keeper(int(owner), command, float(grace_s), Path(scratch)).run()
 
 
 if __name__ == "__main__":
