@@ -167,6 +167,33 @@ def test_in_flight_prompts_are_reported_as_replayed_after_a_resume():
     assert [position for position, _ in ledger.replayed] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(("on_expired", "trained"), [("refresh", [2, 3]), ("drop", [6, 7])])
+def test_what_is_too_old_after_a_resume_is_accounted_for(on_expired, trained):
+    async def scenario():
+        engines = Engines()
+        before = Producer(engines, Counting(), batch=2, max_lag=2, concurrency=8)
+        before.start(1)
+        await before.take(1, deadline_s=30)
+        while before.state_dict()["buffer"]["in_flight"]:
+            await asyncio.sleep(0)
+        state = json.loads(json.dumps(before.state_dict()))
+        await before.stop()
+        engines.version = 2
+        resumed = Producer(engines, Counting(), batch=2, max_lag=0, concurrency=8, on_expired=on_expired)
+        resumed.load_state_dict(state)
+        resumed.start(2)
+        taken = await resumed.take(2, deadline_s=30)
+        await resumed.stop()
+        assert {group.oldest_version for group in taken.groups} == {2}
+        return taken.ledger
+
+    ledger = asyncio.run(scenario())
+    assert ledger.trained == trained
+    expired = [(position, "too old for version 2") for position in range(2, 6)]
+    told, other = (ledger.replayed, ledger.dropped) if on_expired == "refresh" else (ledger.dropped, ledger.replayed)
+    assert (sorted(told), other) == (expired, [])
+
+
 def test_a_filter_drops_with_a_reason_and_the_batch_is_full_all_the_same():
     async def scenario():
         engines = Engines()
