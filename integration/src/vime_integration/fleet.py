@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -21,7 +20,7 @@ from ray.exceptions import RayError
 from vime_devices import Platform, VimeError
 from vime_grpo import RunConfig
 from vime_rollout import CpuOptions, EngineConfig
-from vime_rollout.engine import temporary_variables
+from vime_rollout.engine import held_port, temporary_variables
 from vime_sync import Choice, SyncSession, engine_arguments, engine_environment, merge_manifests, sweep
 
 from vime_integration.actors.engine import EngineActor, EngineAddress
@@ -113,7 +112,13 @@ class Fleet:
             self.trainers[seat.name] = actor.remote(config, rank, seat, publish, self._log(seat.name))
         rollout = StreamingRolloutActor if config.pipeline.mode == "async" else RolloutActor
         self.rollout = ray.remote(rollout).options(**_options("rollout")).remote(config, self._log("rollout"))
-        rendezvous = f"tcp://127.0.0.1:{_free_port()}"
+        with held_port("127.0.0.1", 0, "trainer ranks") as port:
+            answers = self._answers(f"tcp://127.0.0.1:{port}", checkpoint, choice)
+        self._connect(answers, aliased=choice.weights != "dummy")
+
+    def _answers(self, rendezvous: str, checkpoint: Path | None, choice: Choice) -> dict[str, Any]:
+        """Let everything start, engines after the ranks where these must be first; return the answers by name."""
+        config = self._config
         tasks = {
             name: actor.start.remote(rendezvous, checkpoint, make_room=self.offloads)
             for name, actor in self.trainers.items()
@@ -129,8 +134,7 @@ class Fleet:
             actor = ray.remote(EngineActor).options(**_options(f"{seat.name}-owner"))
             self.engines[seat.name] = actor.remote(self._engine_config(seat, choice), self._log(f"{seat.name}-owner"))
         tasks |= {name: actor.start.remote() for name, actor in self.engines.items()}
-        answers |= gather(tasks, doing="start", deadline_s=deadline)
-        self._connect(answers, aliased=choice.weights != "dummy")
+        return answers | gather(tasks, doing="start", deadline_s=deadline)
 
     def _connect(self, answers: Mapping[str, Any], *, aliased: bool) -> None:
         """Let the rollout reach the engines, and open the session."""
@@ -279,9 +283,3 @@ def _options(name: str, environment: Mapping[str, str] | None = None) -> dict[st
     options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
     # Actor names are unique in a cluster, and a run has a cluster of its own.
     return options | {"name": name, "runtime_env": {"env_vars": dict(environment or {})}}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

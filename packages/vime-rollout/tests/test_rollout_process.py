@@ -17,9 +17,9 @@ import psutil
 import pytest
 from vime_rollout import EngineConfig
 from vime_rollout.engine import warden
+from vime_rollout.engine.ports import held_port
 from vime_rollout.engine.process import EngineProcess
 from vime_rollout.engine.scratch import make_scratch
-from vime_rollout.engine.vllm import check_port, free_port
 from vime_rollout.errors import EngineStartError
 
 #: A tree of four: a parent that ignores SIGTERM, its resource tracker, a child in a session of its own, and an orphan
@@ -311,16 +311,31 @@ def test_a_temporary_folder_that_cannot_be_used_is_told_before_anything_starts(s
         make_scratch({"TMPDIR": str(short / "none")}, name="e")
 
 
+def test_a_log_that_cannot_be_written_leaves_no_temporary_folder(short, tmp_path):
+    with pytest.raises(IsADirectoryError):
+        EngineProcess(["true"], os.environ | {"TMPDIR": str(short)}, tmp_path, grace_s=0.0, name="e")
+    assert list(short.iterdir()) == []
+
+
 def test_a_busy_port_names_who_has_it():
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        with pytest.raises(EngineStartError, match="busy") as caught:
-            check_port("127.0.0.1", port, "e")
+        with pytest.raises(EngineStartError, match="busy") as caught, held_port("127.0.0.1", port, "e"):
+            pytest.fail("it is another's")
     assert f"process {os.getpid()}" in caught.value.seen
-    check_port("127.0.0.1", port, "e")
-    check_port("127.0.0.1", free_port("127.0.0.1"), "e")
+    with held_port("127.0.0.1", port, "e") as held:
+        assert held == port
+
+
+def test_a_held_port_is_its_servers_and_nobody_elses():
+    with held_port("127.0.0.1", 0, "e") as port, held_port("127.0.0.1", 0, "f") as other, socket.socket() as stranger:
+        assert port != other
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port), 30):
+            pass
 
 
 def test_configuration_becomes_command_and_environment(tmp_path):

@@ -471,6 +471,11 @@ async def test_a_busy_port_a_missing_model_and_a_deadline_stop_a_start(tiny_mode
     with pytest.raises(EngineStartError, match="missing"):
         await missing.start()
     late = VLLMEngine(config_of(tiny_model, tmp_path, start_deadline_s=1.0))
+    starting = asyncio.create_task(late.start())
+    while not late.pids:
+        await asyncio.sleep(0.01)
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):  # it is not listened on yet
+        stranger.bind(("127.0.0.1", int(late.url.rpartition(":")[2])))
     with pytest.raises(EngineStartError, match="did not start in time"):
-        await late.start()
+        await starting
     assert busy.pids == missing.pids == late.pids == []

@@ -2,6 +2,7 @@
 
 from vime_rollout.engine.client import EngineClient
 from vime_rollout.engine.config import CpuOptions, EngineConfig
+from vime_rollout.engine.ports import held_port
 from vime_rollout.engine.remote import UNSENT_VERSION, Engine, RemoteEngine
 from vime_rollout.engine.request import GenerateRequest, Generation, SamplingParams
 from vime_rollout.engine.scratch import temporary_variables
@@ -20,5 +21,6 @@ __all__ = [
     "RemoteEngine",
     "SamplingParams",
     "VLLMEngine",
+    "held_port",
     "temporary_variables",
 ]

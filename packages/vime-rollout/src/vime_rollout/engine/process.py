@@ -59,11 +59,15 @@ class EngineProcess:
         self._scratch, environment = make_scratch(environment, name=name)
         guard = [sys.executable, "-P", "-S", warden.__file__, str(os.getpid())]
         wrapped = [*guard, str(grace_s), str(self._scratch), *command]
-        with log_path.open("ab") as log:
-            self._log_start = log.tell()
-            self._keeper = subprocess.Popen(  # noqa: S603 - the command is the caller's
-                wrapped, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
-            )
+        try:
+            with log_path.open("ab") as log:
+                self._log_start = log.tell()
+                self._keeper = subprocess.Popen(  # noqa: S603 - the command is the caller's
+                    wrapped, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+                )
+        except OSError:
+            self._scratch.rmdir()
+            raise
 
     @property
     def pid(self) -> int:

@@ -1,9 +1,9 @@
 """An engine that owns its vLLM server process, from the first check to the last process of its tree.
 
-Start: the model folder and the port are checked, the server is started under a warden, and ``/health`` is asked until
-it answers, the process ends, or the deadline passes. Readiness is then proven, not assumed: the server must carry this
-engine's name (another server may have taken the port), have an integer weight version, and generate one token with a
-logprob. Every failure on the way ends the process tree and carries the tail of the log.
+Start: the model folder is checked, the port is held, the server is started under a warden, and ``/health`` is asked
+until it answers, the process ends, or the deadline passes. Readiness is then proven, not assumed: the server must carry
+this engine's name (another server may have taken the port), have an integer weight version, and generate one token with
+a logprob. Every failure on the way ends the process tree and carries the tail of the log.
 
 Restart. ``restart`` works from any state: after a death, a hang, torn weights. The old tree is ended for certain before
 the new one is started (two servers would fight over the devices), without the polite part, for a process that hangs
@@ -16,16 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import socket
 import time
 from pathlib import Path
 from typing import Self
 
-import psutil
-
 from vime_rollout.engine.client import EngineClient
 from vime_rollout.engine.config import EngineConfig
+from vime_rollout.engine.ports import held_port
 from vime_rollout.engine.process import EngineProcess
 from vime_rollout.engine.remote import UNSENT_VERSION, RemoteEngine
 from vime_rollout.engine.state import EngineState
@@ -109,21 +106,20 @@ class VLLMEngine(RemoteEngine):
         began = time.monotonic()
         try:
             self.config.check_model()
-            port = self.config.port or free_port(self.config.host)
-            check_port(self.config.host, port, self.name)
-            await self._client.move(f"http://{self.config.host}:{port}")
-            environment = self.config.child_environment()
-            release = await asyncio.to_thread(installed_release, self.config.python, environment)
-            dialect = self._client.dialect = dialect_of(release, where=f"engine {self.name}")
-            self._process = EngineProcess(
-                self.config.command(port, dialect),
-                environment,
-                Path(self.config.log_path),
-                grace_s=self.config.stop_grace_s,
-                name=self.name,
-            )
             deadline = began + self.config.start_deadline_s
-            await self._until_answering(self._process, deadline)
+            with held_port(self.config.host, self.config.port, f"engine {self.name}") as port:
+                await self._client.move(f"http://{self.config.host}:{port}")
+                environment = self.config.child_environment()
+                release = await asyncio.to_thread(installed_release, self.config.python, environment)
+                dialect = self._client.dialect = dialect_of(release, where=f"engine {self.name}")
+                self._process = EngineProcess(
+                    self.config.command(port, dialect),
+                    environment,
+                    Path(self.config.log_path),
+                    grace_s=self.config.stop_grace_s,
+                    name=self.name,
+                )
+                await self._until_answering(self._process, deadline)
             await self._prove(deadline, initial_version)
         except BaseException as error:
             await self._end_process()
@@ -230,42 +226,3 @@ class VLLMEngine(RemoteEngine):
         if self.state not in (EngineState.DEAD, EngineState.STOPPED):
             self._states.move(EngineState.DEAD, seen)
         return EngineDeadError("engine died", where=f"engine {self.name}", seen=seen, fix="restart it")
-
-
-def free_port(host: str) -> int:
-    """Return a port that nothing listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def check_port(host: str, port: int, name: str) -> None:
-    """Check that the port can be listened on.
-
-    Raises:
-        EngineStartError: When it is busy; names the process that has it where that can be seen.
-    """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does: TIME_WAIT is not busy
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            busy = error.errno == errno.EADDRINUSE
-            raise EngineStartError(
-                "engine's port is busy" if busy else "engine cannot listen on its address",
-                where=f"engine {name} at {host}:{port}",
-                seen=_holder(port) if busy else str(error),
-                expected="a free port",
-                fix="choose another port, or 0 for a free one",
-            ) from error
-
-
-def _holder(port: int) -> str:
-    try:
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-                owner = psutil.Process(connection.pid).name() if connection.pid else "unknown"
-                return f"process {connection.pid} ({owner}) listens on it"
-    except psutil.Error:
-        return "a process that cannot be seen listens on it"
-    return "something listens on it"

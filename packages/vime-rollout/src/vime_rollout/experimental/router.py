@@ -30,11 +30,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from vime_rollout.engine.client import EngineClient
+from vime_rollout.engine.ports import held_port
 from vime_rollout.engine.process import EngineProcess
 from vime_rollout.engine.remote import RemoteEngine
 from vime_rollout.engine.request import GenerateRequest, Generation
 from vime_rollout.engine.state import EngineState
-from vime_rollout.engine.vllm import check_port, free_port
 from vime_rollout.errors import (
     EngineBusyError,
     EngineDeadError,
@@ -136,16 +136,16 @@ class Router:
         if find_spec("vllm_router") is None:
             raise EngineStartError("vllm-router is not installed", fix="pip install 'vime-rollout[router]'")
         config = self.config
-        port = config.port or free_port(config.host)
-        check_port(config.host, port, "router")
-        await self.client.move(f"http://{config.host}:{port}")
-        command = config.command(port, free_port(config.host), self._urls)
-        self._process = EngineProcess(command, dict(os.environ), Path(config.log_path), grace_s=5.0, name="router")
-        try:
-            await self._until_ready(self._process, time.monotonic() + config.start_deadline_s)
-        except BaseException:
-            await self.stop()
-            raise
+        held = held_port(config.host, config.port, "router"), held_port(config.host, 0, "router's metrics")
+        with held[0] as port, held[1] as metrics_port:
+            await self.client.move(f"http://{config.host}:{port}")
+            command = config.command(port, metrics_port, self._urls)
+            self._process = EngineProcess(command, dict(os.environ), Path(config.log_path), grace_s=5.0, name="router")
+            try:
+                await self._until_ready(self._process, time.monotonic() + config.start_deadline_s)
+            except BaseException:
+                await self.stop()
+                raise
 
     async def _until_ready(self, process: EngineProcess, deadline: float) -> None:
         while True:
