@@ -28,6 +28,7 @@ from vime_rollout import (
 from vime_rollout.errors import RolloutError, StateError
 from vime_rollout.experimental import Collector, PartialSamples
 from vime_rollout.rewards import Score
+from vime_rollout.single_turn import go_on
 
 
 class SteppingEngine:
@@ -173,6 +174,15 @@ async def test_what_is_too_old_is_made_again_and_counted(encoder):
     done = await collector.step(1, version=2)
     assert {s.versions for s in done.groups[0]} == {(VersionSpan(2, 0, LENGTH),)}
     assert (rollout.partial.counts.too_old, rollout.partial.counts.continued) == (2, 0)
+
+
+async def test_a_sample_that_is_cut_after_its_last_token_is_whole(encoder):
+    _, rollout = make(encoder)
+    prompt = encoder.encode(Source().next(1)[0])
+    spans = (VersionSpan(0, 0, LENGTH),)
+    part = Generation((5,) * LENGTH, (-0.5,) * LENGTH, spans, SampleStatus.ABORTED, engine="stepping")
+    sample = await go_on(rollout, prompt, 0, None, [part])
+    assert (sample.response_length, sample.status, rollout.engine.sampled) == (LENGTH, SampleStatus.TRUNCATED, 0)
 
 
 async def test_state_goes_through_json(encoder):
