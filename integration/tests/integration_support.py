@@ -162,7 +162,12 @@ class Launch:
             )
 
     def wait(self, deadline_s: float) -> int:
-        return self.process.wait(deadline_s)
+        """Wait for the driver's end, which takes the processes that have a title out of sight."""
+        end = time.monotonic() + deadline_s
+        while self.process.poll() is None and time.monotonic() < end:
+            self.remember()
+            time.sleep(0.5)
+        return self.process.wait(max(0.0, end - time.monotonic()))
 
     def text(self) -> str:
         return self.output.read_text(errors="replace")
