@@ -1,5 +1,6 @@
 """The scenes: one function a fault. See `sync_fault_scene` for what is done around each."""
 
+import asyncio
 import os
 import threading
 from pathlib import Path
@@ -218,11 +219,35 @@ def _(scene):
     return scene.update(2)
 
 
+@scenario(MESSAGES, "requests that a commit waits for outlast the deadline")
+def _(scene):
+    scene.stage(2, 2)
+    hurry(scene.session, 1.0)
+    scheduler = scene.engines[0].control
+
+    async def drain(mode):
+        scheduler.paused = True  # nothing new is scheduled, and what runs goes on and on
+        await asyncio.sleep(60)
+
+    scheduler.pause = drain
+    outcome = scene.update()
+    del scheduler.pause
+    return outcome
+
+
+def hurry(session, deadline_s):
+    """A shorter deadline, once all is connected: a busy machine may need more than that to come so far."""
+    session._deadline = deadline_s
+    for engine in session._engines:
+        engine._http.timeout = deadline_s
+
+
 for op in ("stage", "commit"):
 
-    @scenario(MESSAGES, f"a worker hangs in {op} past the deadline", engines=(("process", 1),), deadline_s=1.0)
+    @scenario(MESSAGES, f"a worker hangs in {op} past the deadline", engines=(("process", 1),))
     def _(scene, op=op):
         scene.stage(2, 2)
+        hurry(scene.session, 1.0)
         scene.engines[0].plant(rank=0, op=op, when="before", do="hang", seconds=5)
         return scene.update()
 

@@ -42,8 +42,9 @@ Words = np.ndarray[Any, np.dtype[np.int64]]
 class Segment:
     """A named POSIX shared-memory segment, mapped into this process.
 
-    The creator owns the name and removes it on close; mappings that others hold stay valid until they drop them, so a
-    reader never faults because a trainer went away.
+    The creator owns the name and removes it on close, or when it ends without one; mappings that others hold stay valid
+    until they drop them, so a reader never faults because a trainer went away. A creator that is killed leaves the name
+    behind, for `sweep`.
     """
 
     def __init__(self, name: str, size: int, *, create: bool) -> None:
@@ -60,7 +61,7 @@ class Segment:
         """
         if not name.startswith(PREFIX) or "/" in name:
             raise TransportError("not a segment name of ours", seen=repr(name), expected=f"{PREFIX}<hex>")
-        self.name, self.size, self._owner = name, size, create
+        self.name, self.size = name, size
         path = SHM / name
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if create else os.O_RDONLY
         try:
@@ -76,19 +77,20 @@ class Segment:
             ) from cause
         self._fd = fd
         weakref.finalize(self, os.close, fd)
+        self._remove = weakref.finalize(self, _remove, path, os.getpid()) if create else None
         if create:
-            self._reserve(fd, path)
+            self._reserve(fd)
         else:
             self.check_size()
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if create else 0)
         self._map = mmap.mmap(fd, max(size, 1), flags=mmap.MAP_SHARED, prot=prot)
 
-    def _reserve(self, fd: int, path: Path) -> None:
+    def _reserve(self, fd: int) -> None:
         """Allocate the pages now: a full /dev/shm must be an error here, not a SIGBUS on the first write."""
         try:
             os.posix_fallocate(fd, 0, max(self.size, 1))
         except OSError as cause:
-            path.unlink(missing_ok=True)
+            self.close()
             raise TransportError(
                 "not enough shared memory",
                 where=str(SHM),
@@ -129,8 +131,14 @@ class Segment:
 
     def close(self) -> None:
         """Give up the name (creator). The mapping goes when the last tensor over it does."""
-        if self._owner:
-            (SHM / self.name).unlink(missing_ok=True)
+        if self._remove is not None:
+            self._remove()
+
+
+def _remove(path: Path, owner: int) -> None:
+    """Remove a segment's name, unless this is a child that its owner forked."""
+    if os.getpid() == owner:
+        path.unlink(missing_ok=True)
 
 
 def segment_name() -> str:
@@ -143,14 +151,17 @@ def sweep() -> int:
     """Remove segments that processes of this pid namespace left behind when they were killed.
 
     Returns:
-        How many were removed.
+        How many were removed. Those of other users are left to them.
     """
     here = f"{PREFIX}{namespace()}-"
     removed = 0
     for path in SHM.glob(f"{here}*"):
         pid, start, _ = path.name.removeprefix(here).split("-")
         if start_time(int(pid)) != int(start):
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink()
+            except (FileNotFoundError, PermissionError):
+                continue
             removed += 1
     return removed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -55,11 +55,16 @@ class Publisher:
         self.source, self.transport, self.digest = source, transport, digest
         self.version = -1
         sweep()
-        self._exporter = make_exporter(transport, source, options)
-        self._control = ControlBlock(segment_name(), sum(len(tensor.pieces) for tensor in source.tensors), create=True)
-        if isinstance(self._exporter, ServesControl):
-            self._exporter.serve(self._control)
-        self._digester = SourceDigester(source)
+        with ExitStack() as undo:
+            self._exporter = make_exporter(transport, source, options)
+            undo.callback(self._exporter.close)
+            pieces = sum(len(tensor.pieces) for tensor in source.tensors)
+            self._control = ControlBlock(segment_name(), pieces, create=True)
+            undo.callback(self._control.close)
+            if isinstance(self._exporter, ServesControl):
+                self._exporter.serve(self._control)
+            self._digester = SourceDigester(source)
+            undo.pop_all()  # it is whole: what was made for it stays
         self._identity = secrets.token_hex(8)
         self._places = {name: _place(buffer) for name, buffer in source.buffers.items()}
 

@@ -15,6 +15,7 @@ rank's link carries the bytes once for each worker; there is no tree.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import secrets
@@ -116,11 +117,13 @@ class CollectiveExporter:
         self._source, self._names = source, list(source.buffers)
         self._host, self._deadline = host, timedelta(seconds=deadline_s)
         try:
-            self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=self._deadline)
+            store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=self._deadline)
         except _GONE as cause:
             raise TransportError("the rendezvous cannot be opened", where=f"{host}:{port}", seen=str(cause)) from cause
         self._token = secrets.token_hex(8)
-        self._store.set("token", self._token)
+        store.set("token", self._token)
+        self._store: TCPStore | None = store
+        self._port = store.port
         self._groups: dict[int, Any] = {}
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -129,7 +132,7 @@ class CollectiveExporter:
         """Each buffer's dtype, numel and rendezvous."""
         handle = {
             "host": self._host,
-            "port": self._store.port,
+            "port": self._port,
             "token": self._token,
             "backend": self._backend,
             "deadline_s": self._deadline.total_seconds(),
@@ -145,19 +148,22 @@ class CollectiveExporter:
 
     def serve(self, control: ControlReader) -> None:
         """Answer workers from now on, in a thread."""
-        self._thread = threading.Thread(target=self._answer_all, args=(control,), name="vime-sync-send", daemon=True)
+        self._thread = threading.Thread(
+            target=self._answer_all, args=(control, self._store), name="vime-sync-send", daemon=True
+        )
         self._thread.start()
+        atexit.register(self.close)  # a thread that waits in C++ while the interpreter goes away aborts the process
 
-    def _answer_all(self, control: ControlReader) -> None:
+    def _answer_all(self, control: ControlReader, store: TCPStore) -> None:
         number = 1
         while not self._closing.is_set():
             key = f"request-{number}"
             try:
-                self._store.wait([key], _POLL)
+                store.wait([key], _POLL)
             except _GONE:
                 continue  # nobody asked
-            request = self._store.get(key).decode()
-            self._store.delete_key(key)
+            request = store.get(key).decode()
+            store.delete_key(key)
             number += 1
             member, _, what = request.partition(" ")
             if not self._known(member, what):
@@ -166,7 +172,7 @@ class CollectiveExporter:
                 continue
             try:
                 with _on(self._device):
-                    self._answer(int(member), what, control)
+                    self._answer(int(member), what, control, store)
             except _GONE:
                 # The worker's own deadline tells it; the next one must not wait for it.
                 logger.exception("vime-sync: a request could not be answered: %s", request)
@@ -182,12 +188,12 @@ class CollectiveExporter:
             what == "control" or (what.isdecimal() and int(what) < len(self._names))
         )
 
-    def _answer(self, member: int, what: str, control: ControlReader) -> None:
+    def _answer(self, member: int, what: str, control: ControlReader, store: TCPStore) -> None:
         if what == "leave":
             self._groups.pop(member, None)
             return
         if what == "join":
-            self._groups[member] = _group(self._backend, self._store, member, 0, self._deadline)
+            self._groups[member] = _group(self._backend, store, member, 0, self._deadline)
             return
         if what == "control":
             sent = torch.tensor(control.words(), dtype=torch.int64, device=self._device)
@@ -202,11 +208,13 @@ class CollectiveExporter:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop answering, and give the port up: who asks from now on is refused at once."""
+        atexit.unregister(self.close)
         self._closing.set()
         if self._thread is not None:
             self._thread.join(self._deadline.total_seconds() + 2 * _POLL.total_seconds())
         self._groups.clear()
+        self._store = None
 
 
 class _Link:

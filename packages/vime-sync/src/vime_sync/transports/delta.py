@@ -24,7 +24,7 @@ import torch
 from vime_sync.errors import StaleSourceError, TransportError
 from vime_sync.source import WeightSource
 from vime_sync.transports import BufferKey
-from vime_sync.transports.disk import BUFFERS, DiskExporter, DiskImporter, _handle, read_buffer, version_folder
+from vime_sync.transports.disk import BUFFERS, DiskExporter, DiskImporter, _around, _handle, read_buffer, version_folder
 
 HEADER, PAYLOAD = "delta.json", "delta.zst"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -107,11 +107,11 @@ class DeltaExporter(DiskExporter):
             self._base = -1
             raise
 
-    def _superseded(self, folder: Path) -> list[Path]:
+    def _superseded(self, folder: Path, version: int) -> list[Path]:
         """Everything before the last whole version but one: newcomers start there."""
-        versions = sorted(path for path in folder.iterdir() if path.name.isdigit())
-        whole = [path for path in versions if (path / BUFFERS).exists()]
-        return [path for path in versions if path < whole[-2]] if len(whole) > 1 else []
+        versions, newer = _around(folder, version)
+        whole = [index for index, path in enumerate(versions) if (path / BUFFERS).exists()]
+        return (versions[: whole[-2]] if len(whole) > 1 else []) + newer
 
 
 class DeltaImporter(DiskImporter):

@@ -3,17 +3,21 @@
 ::
 
     FOLDER/rank-00000/0000000007/buffers.safetensors     the flat buffers of the rank
-                                /control.json            the words of its control block: version, digests
+                                /control.json            who wrote it, the words of its control block: version, digests
 
 A version is written beside its place, flushed to the disk, and renamed: a reader sees all of it or nothing, and a
 trainer that dies half-way, or a full disk, leaves what was there before. Old versions are removed when newer ones are
 complete. An engine on another host reads as soon as the file system shows it the folder.
+
+A folder may be used again by a trainer that starts anew. What an earlier one left there is never taken for a version of
+the new one's, whatever its number; later versions go with the first that the new one writes.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,14 +58,15 @@ class DiskExporter:
         if keep < 1:
             raise TransportError("nothing would be kept", where="disk transport", seen=f"keep={keep}", expected=">= 1")
         self._source, self._folder, self._keep = source, Path(folder).absolute(), keep
+        self._writer = secrets.token_hex(8)
         try:
             version_folder(self._folder, source.rank, 0).parent.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
             raise TransportError("cannot make the folder", where=str(folder), seen=str(cause)) from cause
 
     def records(self) -> dict[str, dict[str, Any]]:
-        """Each buffer's dtype, numel and folder."""
-        handle = {"folder": str(self._folder)}
+        """Each buffer's dtype, numel, folder and writer."""
+        handle = {"folder": str(self._folder), "writer": self._writer}
         return {
             name: {"dtype": dtype_name(buffer.dtype), "numel": buffer.numel(), "handle": handle}
             for name, buffer in self._source.buffers.items()
@@ -79,10 +84,11 @@ class DiskExporter:
         final = version_folder(self._folder, self._source.rank, version)
         partial = final.with_name(f".{final.name}.partial")
         try:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left in final.parent.glob(".*.partial"):  # of a trainer that died half-way
+                shutil.rmtree(left, ignore_errors=True)
             partial.mkdir()
             self._write(partial, version)
-            (partial / CONTROL).write_text(json.dumps(control.words()))
+            (partial / CONTROL).write_text(json.dumps({"writer": self._writer, "words": control.words()}))
             for path in (*partial.iterdir(), partial):
                 _sync(path)
             if final.exists():
@@ -97,7 +103,7 @@ class DiskExporter:
                 seen=str(cause),
                 fix="free space and stage a newer version; engines keep what they serve",
             ) from cause
-        for old in self._superseded(final.parent):
+        for old in self._superseded(final.parent, version):
             shutil.rmtree(old, ignore_errors=True)
 
     def _write(self, folder: Path, version: int) -> None:
@@ -106,11 +112,18 @@ class DiskExporter:
             {name: buffer.detach().cpu().clone() for name, buffer in self._source.buffers.items()}, folder / BUFFERS
         )
 
-    def _superseded(self, folder: Path) -> list[Path]:
-        return sorted(path for path in folder.iterdir() if path.name.isdigit())[: -self._keep]
+    def _superseded(self, folder: Path, version: int) -> list[Path]:
+        older, newer = _around(folder, version)
+        return older[: -self._keep] + newer
 
     def close(self) -> None:
         """What is on the disk stays there."""
+
+
+def _around(folder: Path, version: int) -> tuple[list[Path], list[Path]]:
+    """Complete versions up to one, and later ones: versions rise, so those are of a trainer that was here before."""
+    found = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+    return [p for p in found if int(p.name) <= version], [p for p in found if int(p.name) > version]
 
 
 def _sync(path: Path) -> None:
@@ -124,15 +137,16 @@ def _sync(path: Path) -> None:
 class DiskControl(ControlReader):
     """The control block of a version on the disk."""
 
-    def __init__(self, folder: Path, rank: int, pieces: int) -> None:
-        """Read from `folder`."""
-        self._folder, self._rank, self.pieces = folder, rank, pieces
+    def __init__(self, folder: Path, writer: str, rank: int, pieces: int) -> None:
+        """Read from `folder` what `writer` writes."""
+        self._folder, self._writer, self._rank, self.pieces = folder, writer, rank, pieces
 
     def _load(self, version: int, where: str) -> None:
         path = version_folder(self._folder, self._rank, version) / CONTROL
         try:
-            words = json.loads(path.read_text())
-        except (OSError, ValueError) as cause:
+            record = json.loads(path.read_text())
+            writer, words = record["writer"], list(record["words"])
+        except (OSError, ValueError, KeyError, TypeError) as cause:
             raise StaleSourceError(
                 "the version is not on the disk",
                 where=where,
@@ -140,6 +154,14 @@ class DiskControl(ControlReader):
                 expected=str(path),
                 fix="call stage(version) on every rank before the update; was it removed since?",
             ) from cause
+        if writer != self._writer:
+            raise StaleSourceError(
+                "the version on the disk is another trainer's",
+                where=str(path),
+                seen=f"written by {writer}",
+                expected=f"written by {self._writer}",
+                fix="call stage(version) on every rank first; connect with the manifest of the trainer that is there",
+            )
         self._adopt(words, self.pieces, where=str(path))
 
 
@@ -161,7 +183,9 @@ class DiskImporter:
 
     def control(self, source: dict[str, Any]) -> ControlReader:
         """The control block, as it was when a version was sealed."""
-        return DiskControl(_folder_of(source), int(source["rank"]), int(source["control"]["pieces"]))
+        record: dict[str, Any] = next(iter(source["buffers"].values()), {})
+        folder, writer = _handle(record), str(record["handle"].get("writer"))
+        return DiskControl(folder, writer, int(source["rank"]), int(source["control"]["pieces"]))
 
     def fetch(self, version: int) -> None:
         """Read a version into the buffers.
@@ -208,7 +232,3 @@ def _handle(record: Mapping[str, Any]) -> Path:
     if not isinstance(handle, dict) or not isinstance(handle.get("folder"), str):
         raise TransportError("malformed handle", where="disk transport", seen=repr(handle)[:80])
     return Path(handle["folder"])
-
-
-def _folder_of(source: Mapping[str, Any]) -> Path:
-    return _handle(next(iter(source["buffers"].values()), {}))

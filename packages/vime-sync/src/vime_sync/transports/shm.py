@@ -6,7 +6,6 @@ into one segment a rank when a version is staged: one memory copy, made while th
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,8 +41,6 @@ def shared_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
     tensor = segment.tensor(dtype, numel)
     address = tensor.data_ptr()
     _owned[address] = (segment.name, numel * dtype.itemsize)
-    if not _segments:
-        atexit.register(release_shared)
     _segments.append(segment)
     return tensor
 

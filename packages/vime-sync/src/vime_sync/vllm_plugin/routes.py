@@ -225,9 +225,7 @@ class SyncServer:
         if self.opened_by is None:
             return
         self.opened_by, self.writing = None, ""
-        if self._held and not self.torn:
-            self._held = False
-            await self.engine.resume()
+        await self._let_go()
 
     async def _open(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
         """Pause, so that the trainer may write what this engine aliases; the commit resumes."""
@@ -330,9 +328,23 @@ class SyncServer:
                 seen=f"in_flight={mode!r}",
                 expected=f"a paused engine, or in_flight one of {PAUSE_MODES}",
             )
-        with _timed(phases, "pause"):
-            await self.engine.pause("keep" if before else mode)
-        return self._held or not before
+        resume = self._held or not before
+        try:
+            with _timed(phases, "pause"):
+                await self.engine.pause("keep" if before else mode)
+        except BaseException:
+            # Cut off by the deadline, say: the scheduler is paused all the same, or will be, and nobody else resumes it
+            self._held = resume
+            await self._let_go()
+            raise
+        return resume
+
+    async def _let_go(self) -> None:
+        """Resume what was paused here; if the scheduler does not answer, the next commit does it."""
+        if self._held and not self.torn:
+            async with asyncio.timeout(_PATIENCE_S):
+                await self.engine.resume()
+            self._held = False
 
     async def _update(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
         done = False
@@ -344,6 +356,9 @@ class SyncServer:
                 committed = await self._commit({**body, "digest": staged.get("sum", "")}, deadline)
                 committed = {**staged, **committed, "phases": {"stage": staged["seconds"], **committed["phases"]}}
             done = True
+        except AlreadyStartedError:
+            done = True  # what is staged is another update's
+            raise
         finally:
             if not done:
                 await self._abort(body)
