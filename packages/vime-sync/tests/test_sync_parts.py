@@ -110,6 +110,12 @@ def test_every_slice_is_counted_by_one_worker():
         Share.from_wire({"skipped": 3}, 0)
 
 
+def test_slices_that_overlap_and_leave_a_hole_as_large_are_not_vouched_for():
+    left, right, other = ("w", (0, 0), (4, 3), (4, 4)), ("w", (0, 2), (4, 1), (4, 4)), ("w", (0, 3), (4, 1), (4, 4))
+    assert divide({0: [left], 1: [right]})["verified"] == []
+    assert divide({0: [left], 1: [other]})["verified"] == ["w"]
+
+
 class State:
     """What the guard looks at."""
 
@@ -146,3 +152,16 @@ async def test_a_torn_engine_lets_only_harmless_requests_through(path, method, p
     if not passes:
         assert sent[0]["status"] == 503
         assert json.loads(sent[1]["body"])["error"] == "TornEngineError"
+
+
+def test_buffers_in_flux_or_of_a_closed_publisher_hold_no_version():
+    block = ControlBlock(segment_name(), 0, create=True)
+    none = np.zeros((0, 2), dtype=np.uint64)
+    seen = [block.at_rest()]
+    for step in (block.begin, lambda: block.finish(3, "off", 0, none), block.begin, block.begin):
+        step()
+        seen.append(block.at_rest())
+    block.finish(4, "off", 0, none)
+    seen.append(block.at_rest())
+    block.close()
+    assert [*seen, block.at_rest()] == [-1, -1, 3, -1, -1, 4, -1]

@@ -4,9 +4,11 @@ GPU transports run the same cases in test_sync_gpu.py, where there is a GPU.
 """
 
 import json
+import os
 import resource
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sync_fake_engine import checkpoint, content_of
 from vime_sync import DigestError, StaleSourceError, SyncSession, TransportError, WeightSource, merge_manifests
+from vime_sync.copying import CopyProgram
 from vime_sync.publisher import Publisher
 from vime_sync.transports import EXPORTERS, collective, make_exporter, make_importer, open_control
 
@@ -158,6 +161,33 @@ def test_old_versions_are_removed(trainers, options):
     assert sorted(p.name for p in folder_of(trainer, 1).parent.iterdir()) == [f"{v:010d}" for v in (4, 5)]
 
 
+def test_deltas_are_kept_from_the_last_whole_version_but_one(trainers, options):
+    trainer = trainers(checkpoint(1), "delta", options=options["delta"] | {"full_every": 2})
+    for version in range(1, 7):
+        trainer.publisher.stage(version)
+    assert sorted(p.name for p in folder_of(trainer, 1).parent.iterdir()) == [f"{v:010d}" for v in (3, 4, 5, 6)]
+
+
+def test_a_version_is_on_the_disk_before_it_has_its_name(trainers, options, monkeypatch):
+    trainer, flushed, real = trainers(checkpoint(1), "disk", options=options["disk"]), [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (flushed.append(Path(f"/proc/self/fd/{fd}").readlink()), real(fd)))
+    trainer.publisher.stage(1)
+    folder = folder_of(trainer, 1)
+    partial = folder.with_name(f".{folder.name}.partial")
+    assert set(flushed) == {partial / "buffers.safetensors", partial / "control.json", partial, folder.parent}
+    assert flushed[-2:] == [partial, folder.parent]  # what it holds, then it, then its name
+
+
+def test_a_delta_that_would_be_its_own_base_is_refused(engines, trainers, options):
+    trainer, engine = trainers(checkpoint(1), "delta", options=options["delta"]), engines()
+    for version in (1, 2):
+        trainer.publisher.stage(version)
+    header = folder_of(trainer, 2) / "delta.json"
+    header.write_text(json.dumps(json.loads(header.read_text()) | {"base": 2}))
+    with pytest.raises(TransportError, match="malformed delta"):
+        trainer.session(engine).update(2)
+
+
 def changed(tensors, share, seed):
     """New values for a share of the elements, as a step in bf16 leaves them."""
     generator = torch.Generator().manual_seed(seed)
@@ -236,7 +266,7 @@ def test_a_delta_rebuilds_any_content_and_applying_it_twice_is_the_same(tmp_path
 
 
 def test_collective_deadline_names_the_rank(trainers):
-    trainer = trainers(checkpoint(1), "collective", options={"deadline_s": 1.0})
+    trainer = trainers(checkpoint(1), "collective", options={"deadline_s": 60.0})
     trainer.publisher.stage(1)
     manifest = trainer.publisher.manifest()
     needed = {(0, name) for name in trainer.publisher.source.buffers}
@@ -246,10 +276,11 @@ def test_collective_deadline_names_the_rank(trainers):
     assert control.check(1, where="rank 0") % 2 == 0
     trainer.publisher._exporter._closing.set()  # the trainer's thread stops answering
     trainer.publisher._exporter._thread.join(10)
+    importer._links[0].deadline = timedelta(seconds=1.0)  # only now: a busy machine may need more to come so far
     started = time.monotonic()
     with pytest.raises(StaleSourceError, match=r"trainer rank 0.*within 1\.0 s"):
         importer.fetch(1)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 50
 
 
 def test_collective_goes_on_after_requests_that_nobody_can_answer(engines, trainers):
@@ -281,6 +312,47 @@ def test_a_rank_that_answered_is_let_go_when_another_does_not(engines):
     while exporter._store.add("requests", 0) < 2 or exporter._groups:  # it joined, and it left
         assert time.monotonic() < end
         time.sleep(0.01)
+    for publisher in publishers:
+        publisher.close()
+
+
+def test_an_engine_has_one_link_to_a_trainer_and_none_after_its_session(engines, trainers):
+    trainer, engine = trainers(checkpoint(1), "collective", options={"deadline_s": 20.0}), engines()
+    session, exporter = trainer.session(engine), trainer.publisher._exporter
+
+    def members(expected):
+        end = time.monotonic() + 20
+        while set(exporter._groups) != expected:
+            assert time.monotonic() < end, exporter._groups
+            time.sleep(0.01)
+
+    session.connect()
+    members({1})
+    session.connect()
+    members({2})
+    session.close()
+    members(set())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whichever_rank_writes_too_early_is_found_out_without_digests(engines, monkeypatch, rank):
+    held, real = list(checkpoint(1).items()), CopyProgram.sums
+    sources = [WeightSource.from_tensors(dict(held[r::2]), rank=r) for r in range(2)]
+    engine, publishers = engines(), [Publisher(source, digest="off") for source in sources]
+    before = engine.content()
+
+    def late(program, **how):
+        found = real(program, **how)
+        publishers[rank]._control.begin()
+        return found
+
+    monkeypatch.setattr(CopyProgram, "sums", late)
+    for publisher in publishers:
+        publisher.stage(1)
+    with SyncSession([engine.url], merge_manifests([p.manifest() for p in publishers]), deadline_s=20) as session:
+        with pytest.raises(StaleSourceError, match=f"wrote while an engine was reading .*trainer rank {rank}"):
+            session.update(1)
+        assert engine.content() == before
     for publisher in publishers:
         publisher.close()
 
