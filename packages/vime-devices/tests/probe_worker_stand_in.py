@@ -55,7 +55,7 @@ for line in sys.stdin:
         say(event="refused", number=request.get("number"), text="out of memory")
     elif role == "export":
         if fault == "late" and request["number"] == 1:
-            time.sleep(0.6)
+            time.sleep(2.0)
         first = first or request["nonce"]
         nonce = first if fault == "stale" else "00" * 32 if fault == "zeros" else request["nonce"]
         handle = {"device": request["ordinal"], "handle": nonce, "size": request["size"]}
