@@ -205,3 +205,37 @@ def test_digests_may_be_off(engines, trainers):
     session.replace(engine.url, engine.url)
     assert session.resync(engine.url).bytes > 0
     assert contents(fresh) == content_of(1)
+
+
+@pytest.mark.parametrize("operation", ["stage", "commit"])
+def test_a_session_of_several_asks_again_after_an_answer_was_lost(engines, trainers, operation):
+    session, trainer, found = served(engines, trainers)
+    client, real = session._engines[1], session._engines[1].call
+
+    def lose(asked, body=None):
+        reply = real(asked, body)
+        if asked != operation:
+            return reply
+        client.call = real
+        raise EngineError("an engine did not answer in time", where=asked)
+
+    client.call = lose
+    trainer.load(checkpoint(2))
+    trainer.publisher.stage(2)
+    with pytest.raises(EngineError):
+        session.update(2)
+    trainer.publisher.stage(3)
+    session.update(3)
+    assert [engine.content() for engine in found] == [content_of(2), content_of(2, 2)]
+
+
+def test_a_session_of_several_connects_one_that_started_again(engines, trainers):
+    session, trainer, (first, second) = served(engines, trainers, 1, 1)
+    fresh = restart(second)
+    trainer.load(checkpoint(2))
+    trainer.publisher.stage(2)
+    with pytest.raises(NotStartedError, match="no trainer is connected"):
+        session.update(2)
+    assert first.content() == content_of(1)
+    session.update(2)
+    assert (first.content(), contents(fresh)) == (content_of(2), content_of(2))
