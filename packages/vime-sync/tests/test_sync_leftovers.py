@@ -79,15 +79,21 @@ def test_a_pause_that_its_deadline_cut_off_is_not_left_behind(engines, trainers,
 
 
 def test_an_engine_that_others_paused_stays_so_after_a_pause_that_was_cut_off(engines, trainers, monkeypatch):
-    engine, trainer = engines(), trainers(checkpoint(1))
-    session = trainer.session(engine)
+    engine, trainer, modes = engines(), trainers(checkpoint(1)), []
+    session = trainer.session(engine, in_flight="abort")
     session.connect()
     trainer.publisher.stage(1)
     engine.control.paused = True
-    monkeypatch.setattr(engine.control, "pause", _for_ever)
+
+    async def pause(mode):
+        modes.append(mode)
+        await _for_ever(mode)
+
+    monkeypatch.setattr(engine.control, "pause", pause)
     with pytest.raises(EngineError, match="in time"):
         session._engines[0].call("update", session._body(session._engines[0], 1) | {"deadline_s": 1.0})
     assert engine.control.paused
+    assert modes == ["keep"]  # what others froze is not ours to abort
 
 
 def test_an_update_that_comes_too_late_does_not_drop_what_is_staged(engines, trainers):
