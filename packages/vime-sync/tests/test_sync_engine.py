@@ -8,6 +8,8 @@ import json
 import os
 import re
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -16,6 +18,7 @@ import torch
 from sync_models import DENSE, checkpoint
 from vime_sync import (
     DigestError,
+    EngineError,
     IncompletePlanError,
     NotPausedError,
     Publisher,
@@ -245,6 +248,33 @@ def test_a_request_in_flight_is_split_by_version(engine, server, trainers):
     assert [s["version"] for s in spans] == [v for v in committed if v in {s["version"] for s in spans}]
     assert [s["start"] for s in spans[1:]] == [s["end"] for s in spans[:-1]]
     assert (spans[0]["start"], spans[-1]["end"]) == (0, 110)
+
+
+def test_a_pause_that_its_deadline_cut_off_is_taken_back(engine, server, trainers):
+    trainer, late = trainers(checkpoint(TIED, 0)), False
+    session = trainer.session(server, in_flight="wait", takeover=True)
+    session.connect()
+    client = session._engines[0]
+    with ThreadPoolExecutor(1) as pool:
+        for attempt in range(20):  # the request may be over before it could be waited for
+            trainer.publisher.stage(client.version + 1)
+            body = session._body(client, client.version + 1)
+            client.call("stage", body)
+            answer = pool.submit(server.generate, PROMPT[:20], 100)
+            time.sleep(0.01 * attempt)
+            try:
+                client.call("commit", body | {"deadline_s": 0.1})
+                client.version += 1
+            except EngineError as error:
+                late = "did not finish in time" in str(error)
+            assert len(answer.result(60)["token_ids"]) == 100
+            if late:
+                break
+    assert late
+    assert not state(server)["paused"]
+    server.generate()  # whoever comes now is answered
+    client.call("commit", body)
+    assert server.generate()["weight_versions"][0]["version"] == str(body["version"])
 
 
 def test_the_four_phase_routes_of_vllm_work_too(engine, server, trainers):
