@@ -89,5 +89,5 @@ def _why_not(definition: Definition, cell: Cell, check: str, records: Mapping[tu
         return "not run, and one of its values was in no run of this kind"
     if strength == 1:
         return "not run; each of its values was in another run of this kind"
-    number = {2: "two", 3: "three"}.get(strength, str(strength))
+    number = {2: "two", 3: "three", 4: "four", 5: "five"}.get(strength, str(strength))
     return f"not run; every {number} of its values were together in another run of this kind"
