@@ -15,9 +15,12 @@ import psutil
 import pytest
 from vime_integration import remains
 
+#: A driver with a process that has nothing to do with the cluster.
 DRIVER = """
-import time
+import subprocess, sys, time
 from vime_integration.cluster import ray_cluster
+other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print(other.pid, flush=True)
 with ray_cluster(cpus=1, environment={}) as folder:
     (folder / "left").mkdir()
     print(folder, flush=True)
@@ -43,14 +46,19 @@ GONE_S = 30.0
 def test_a_cluster_goes_with_a_driver_that_was_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
-        folder = Path(driver.stdout.readline().strip())
-        assert (folder / "left").is_dir()
-        below = psutil.Process(driver.pid).children(recursive=True)
-        titles = [" ".join(process.cmdline()) for process in below]
-        driver.kill()
-    assert any("DashboardAgent" in title for title in titles), f"Ray has the agents that this is about: {titles}"
-    until_gone(below)
-    assert not folder.exists()
+        other = psutil.Process(int(driver.stdout.readline()))
+        try:
+            folder = Path(driver.stdout.readline().strip())
+            assert (folder / "left").is_dir()
+            below = [p for p in psutil.Process(driver.pid).children(recursive=True) if p != other]
+            titles = [" ".join(process.cmdline()) for process in below]
+            driver.kill()
+            assert any("DashboardAgent" in title for title in titles), f"Ray has the agents that this is for: {titles}"
+            until_gone(below)
+            assert not folder.exists()
+            assert other.status() != psutil.STATUS_ZOMBIE, "it is none of Ray's"
+        finally:
+            other.kill()
 
 
 def until_gone(processes: list[psutil.Process]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import ray
 
 from vime_integration.errors import PipelineError
-from vime_integration.remains import end_with_the_driver
+from vime_integration.remains import end_with_the_driver, started
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[Path]:
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     talking, passed_on = _quieted()
+    not_of_ray = started()
     try:
         try:
             ray.init(
@@ -64,7 +65,7 @@ def ray_cluster(*, cpus: int, environment: Mapping[str, str]) -> Iterator[Path]:
                 expected="a local cluster within 30 s",
                 fix="look at /tmp/ray/session_latest/logs; free memory and /dev/shm; set TMPDIR where /tmp is full",
             ) from error
-        with end_with_the_driver(folder):
+        with end_with_the_driver(folder, spare=not_of_ray):
             try:
                 yield folder
             finally:

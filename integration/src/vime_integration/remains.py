@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -35,15 +35,21 @@ REMOVAL_S = 5.0
 CLOCK_S = 1.0
 
 
+def started() -> list[psutil.Process]:
+    """Return what this process has started by now and is still there, children of children too."""
+    return psutil.Process().children(recursive=True)
+
+
 @contextmanager
-def end_with_the_driver(folder: Path) -> Iterator[None]:
+def end_with_the_driver(folder: Path, *, spare: Collection[psutil.Process] = ()) -> Iterator[None]:
     """Kill what this process has started by now, and is still there, at the end of the block or of this process.
 
     Args:
         folder: Removed then.
+        spare: What it had started before, for other purposes.
     """
-    started = psutil.Process().children(recursive=True)
-    names = [f"{process.pid}:{process.create_time()!r}" for process in started if process.is_running()]
+    ours = [process for process in started() if process not in spare and process.is_running()]
+    names = [f"{process.pid}:{process.create_time()!r}" for process in ours]
     with subprocess.Popen(  # noqa: S603 - this file
         [sys.executable, "-P", __file__, str(os.getpid()), str(folder), *names],
         stdin=subprocess.PIPE,
