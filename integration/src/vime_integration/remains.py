@@ -15,6 +15,7 @@ Usage: ``python -P remains.py DRIVER_PID FOLDER PID:START_TIME ...``
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import shutil
@@ -26,6 +27,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 END_S = 10.0
@@ -66,6 +69,7 @@ def end_with_the_driver(folder: Path, *, spare: Collection[psutil.Process] = ())
             try:
                 guard.wait(END_S)
             except subprocess.TimeoutExpired:
+                logger.warning("%s is still there after %g s, and processes of Ray's may be", guard.args, END_S)
                 guard.kill()
 
 

@@ -41,7 +41,7 @@ def held_port(host: str, port: int, what: str) -> Iterator[int]:
         except OSError as error:
             busy = bool(port) and error.errno == errno.EADDRINUSE
             raise EngineStartError(
-                "engine's port is busy" if busy else "engine cannot listen on its address",
+                "the port is busy" if busy else "the address cannot be listened on",
                 where=f"{what} at {host}:{port}",
                 seen=_user(port) if busy else str(error),
                 expected="a free port",
