@@ -25,19 +25,21 @@ def policy_loss(logprobs_t, entropy_t, fields):
     """A loss that uses everything a loss is given, and looks at whole sequences."""
     weight_t = fields["weight"]
     loss = -(weight_t * (fields["advantage"] * logprobs_t + 0.1 * entropy_t)).sum()
-    whole_s = torch.zeros(16).index_add(0, fields["sequence"].long(), weight_t * logprobs_t)
+    whole_s = weight_t.new_zeros(16).index_add(0, fields["sequence"].long(), weight_t * logprobs_t)
     loss = loss + whole_s.square().sum()  # wrong as soon as one sequence is seen in two parts
     return loss, {"entropy": (weight_t * entropy_t).sum(), "tokens": (weight_t > 0).sum()}
 
 
 def _trainer(order, model, settings, optimizer):
+    """Make a rank's trainer: on the CPU, or with ``device="cuda"`` on the GPU of the rank's number."""
     config = TrainerConfig(
         model=Path(model),
         optimizer=OptimizerSettings(**optimizer),
-        **{"dtype": "float32", "timeout_s": 60.0} | settings,
+        **{"dtype": "float32", "timeout_s": 60.0, "device": "cpu"} | settings,
     )
     keys = ("rank", "world_size", "init_method")
-    return MegatronTrainer(config, **{key: order[key] for key in keys})
+    index = order["rank"] if config.device == "cuda" else 0
+    return MegatronTrainer(config, **{key: order[key] for key in keys}, device_index=index)
 
 
 def train(order, *, model, settings, optimizer, steps=2, export=None, save=None, load=None):
@@ -67,7 +69,7 @@ def train(order, *, model, settings, optimizer, steps=2, export=None, save=None,
 def _pieces(trainer):
     source = trainer.source()
     return {
-        tensor.name: [(piece.box.start, source.view(piece.region).clone()) for piece in tensor.pieces]
+        tensor.name: [(piece.box.start, source.view(piece.region).cpu().clone()) for piece in tensor.pieces]
         for tensor in source.tensors
     }
 

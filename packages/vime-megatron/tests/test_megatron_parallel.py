@@ -1,4 +1,7 @@
-"""Layouts give the result of one rank: losses, gradients, weights, logprobs, exports and regions."""
+"""Layouts give the result of one rank: losses, gradients, weights, logprobs, exports and regions.
+
+Between processes of a CPU (gloo), and between two GPUs (NCCL or RCCL) where there are two.
+"""
 
 from __future__ import annotations
 
@@ -66,50 +69,80 @@ CASES = [
 ]
 
 
+# What two GPUs can show; the layouts of four ranks differ from these in how they are combined.
+PAIRS = [(kind, layout) for kind, layout in CASES if LAYOUTS[layout][0] == 2]
+
+
 @pytest.fixture(scope="module")
 def reference_of(ranks, model_of, tmp_path_factory):
-    """One rank's two steps on a model, once for all layouts."""
+    """One rank's two steps on a model and a device, once for all layouts."""
     made = {}
 
-    def get(kind: str):
-        if kind not in made:
+    def get(kind: str, device: str):
+        if (kind, device) not in made:
             export = tmp_path_factory.mktemp("reference") / "hf"
             [result] = ranks(
-                "train", 1, model=str(model_of(kind)), settings={}, optimizer=OPTIMIZER, export=str(export)
+                "train",
+                1,
+                model=str(model_of(kind)),
+                settings={"device": device},
+                optimizer=OPTIMIZER,
+                export=str(export),
             )
             exported = load_file(export / "model.safetensors")
             before = load_file(model_of(kind) / "model.safetensors")
             for name, tensor in exported.items():
                 assert (tensor - before[name]).abs().max() > 1e-4, name  # or the comparison would say little
-            made[kind] = result | {"export": exported}
-        return made[kind]
+            made[kind, device] = result | {"export": exported}
+        return made[kind, device]
 
     return get
 
 
+@pytest.fixture
+def check_layout(ranks, model_of, tmp_path, reference_of):
+    """Train in a layout and compare everything with one rank on the same kind of device."""
+
+    def check(kind: str, layout: str, device: str) -> None:
+        world, settings = LAYOUTS[layout]
+        optimizer = OPTIMIZER | {"distributed": layout.endswith("distributed")}
+        export, save = str(tmp_path / "hf"), str(tmp_path / "saved")
+        reference, model, settings = reference_of(kind, device), str(model_of(kind)), settings | {"device": device}
+        results = ranks("train", world, model=model, settings=settings, optimizer=optimizer, export=export, save=save)
+        for result in results:
+            for name in ("loss", "grad_norm", "entropy"):
+                assert result[name] == pytest.approx(reference[name], rel=1e-5), name
+            assert result["tokens"] == reference["tokens"]
+        exported = load_file(tmp_path / "hf" / "model.safetensors")
+        assert exported.keys() == reference["export"].keys()
+        for name, tensor in exported.items():
+            torch.testing.assert_close(tensor, reference["export"][name], rtol=1e-4, atol=1e-5)
+        _check_logprobs(layout, [result["logprobs"] for result in results], reference["logprobs"])
+        _check_regions(results, exported)
+
+    return check
+
+
 @pytest.mark.parametrize(("kind", "layout"), CASES)
-def test_a_layout_equals_one_rank(ranks, model_of, tmp_path, reference_of, kind, layout):
-    world, settings = LAYOUTS[layout]
-    optimizer = OPTIMIZER | {"distributed": layout.endswith("distributed")}
-    export, save = str(tmp_path / "hf"), str(tmp_path / "saved")
-    reference, model = reference_of(kind), str(model_of(kind))
-    results = ranks("train", world, model=model, settings=settings, optimizer=optimizer, export=export, save=save)
-    for result in results:
-        for name in ("loss", "grad_norm", "entropy"):
-            assert result[name] == pytest.approx(reference[name], rel=1e-5), name
-        assert result["tokens"] == reference["tokens"]
-    exported = load_file(tmp_path / "hf" / "model.safetensors")
-    assert exported.keys() == reference["export"].keys()
-    for name, tensor in exported.items():
-        torch.testing.assert_close(tensor, reference["export"][name], rtol=1e-4, atol=1e-5)
-    shards = [result["logprobs"] for result in results]
+def test_a_layout_equals_one_rank(check_layout, kind, layout):
+    check_layout(kind, layout, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("kind", "layout"), PAIRS)
+def test_two_gpus_equal_one(check_layout, kind, layout):
+    check_layout(kind, layout, "cuda")
+
+
+def _check_logprobs(layout, shards, reference):
+    """The data-parallel ranks' shards are apart, and together one rank's log-probabilities."""
     merged = {index: values for shard in shards for index, values in shard.items()}
-    assert merged.keys() == reference["logprobs"].keys()
+    assert merged.keys() == reference.keys()
     if layout.startswith(("dp2", "ep2", "pp2-ep2")) or "-dp2" in layout:
         assert not shards[0].keys() & shards[-1].keys()
     for index, values in merged.items():
-        torch.testing.assert_close(values, reference["logprobs"][index], rtol=1e-4, atol=2e-4)
-    _check_regions(results, exported)
+        torch.testing.assert_close(values, reference[index], rtol=1e-4, atol=2e-4)
 
 
 def _check_regions(results, exported):
