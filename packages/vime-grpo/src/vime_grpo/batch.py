@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -157,23 +157,33 @@ def build_batch(
     for position, sample in enumerate(samples):
         _check(sample, position)
     weights_b = token_weights([sum(sample.loss_mask) for sample in samples], aggregation, horizon)
-    rows = []
-    for position, sample in enumerate(samples):
-        mask_s = _full(sample, sample.loss_mask)
-        fields = {
-            "weight": mask_s * weights_b[position],
-            "advantage": (mask_s != 0) * advantages_b[position],
-            "rollout_logprob": _full(sample, sample.logprobs),
-            # Whole numbers are exact in float32 up to 2**24, far above the samples of a step.
-            "sequence": torch.full((len(sample.tokens),), float(position + 1)),
-        }
-        if on_policy is not None:
-            fields["weight"] = fields["weight"] * _full(sample, _kept(on_policy, position, sample))
-        for name, source in (("old_logprob", old_logprobs), ("ref_logprob", ref_logprobs)):
-            if source is not None:
-                fields[name] = _given(source, position, sample, name)
-        rows.append(BatchRow(torch.tensor(sample.tokens, dtype=torch.int64), fields))
-    if on_policy is not None and not any(bool(row.fields["weight"].any()) for row in rows):
+    lengths = [len(sample.tokens) for sample in samples]
+    # The rows lie end to end (``t``) while they are made: many short tensors would take ten times as long.
+    row_t = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths))
+    mask_t = _end_to_end(samples, [sample.loss_mask for sample in samples])
+    logprob_t = _end_to_end(samples, [sample.logprobs for sample in samples])
+    if not bool(torch.isfinite(logprob_t).all()):
+        _not_finite(samples, int(row_t[~torch.isfinite(logprob_t)][0]))
+    weight_t = mask_t * weights_b[row_t]
+    if on_policy is not None:
+        weight_t = weight_t * _end_to_end(samples, [_kept(on_policy, i, sample) for i, sample in enumerate(samples)])
+    long = {
+        "weight": weight_t,
+        "advantage": (mask_t != 0) * advantages_b[row_t],
+        "rollout_logprob": logprob_t,
+        # Whole numbers are exact in float32 up to 2**24, far above the samples of a step.
+        "sequence": (row_t + 1).float(),
+    }
+    fields = {name: torch.split(values_t, lengths) for name, values_t in long.items()}
+    tokens = torch.split(
+        torch.tensor([token for sample in samples for token in sample.tokens], dtype=torch.int64), lengths
+    )
+    rows = [BatchRow(tokens[i], {name: parts[i] for name, parts in fields.items()}) for i in range(len(samples))]
+    for name, source in (("old_logprob", old_logprobs), ("ref_logprob", ref_logprobs)):
+        if source is not None:
+            for position, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+                row.fields[name] = _given(source, position, sample, name)
+    if on_policy is not None and not bool(weight_t.any()):
         raise BatchError(
             "nothing to train on",
             seen="every trained token is off policy, and those are masked",
@@ -254,19 +264,23 @@ def _check(sample: SampleLike, position: int) -> None:
             raise BatchError(f"{name} does not match the response", where=where, seen=seen, expected=expected)
     if not set(sample.loss_mask) <= {0, 1}:
         raise BatchError("loss_mask holds other values than 0 and 1", where=where, seen=str(set(sample.loss_mask)))
-    if not bool(torch.isfinite(torch.tensor(sample.logprobs, dtype=torch.float32)).all()):
-        raise BatchError(
-            "an engine's logprob is not finite",
-            where=where,
-            fix="see the engine's log; such tokens cannot be trained on",
-        )
 
 
-def _full(sample: SampleLike, values: Sequence[float]) -> Tensor:
-    """Return response values ``[R]`` as ``[S]``, 0 over the prompt."""
-    full_s = torch.zeros(len(sample.tokens), dtype=torch.float32)
-    full_s[sample.prompt_length :] = torch.tensor(values, dtype=torch.float32)
-    return full_s
+def _not_finite(samples: Sequence[SampleLike], position: int) -> NoReturn:
+    raise BatchError(
+        "an engine's logprob is not finite",
+        where=f"sample {position}, group {samples[position].group_id!r}",
+        fix="see the engine's log; such tokens cannot be trained on",
+    )
+
+
+def _end_to_end(samples: Sequence[SampleLike], values: Sequence[Sequence[float]]) -> Tensor:
+    """Return response values ``[R]`` of each sample as rows ``[S]``, 0 over the prompt, laid end to end."""
+    flat: list[float] = []
+    for sample, own in zip(samples, values, strict=True):
+        flat += [0.0] * sample.prompt_length
+        flat += own
+    return torch.tensor(flat, dtype=torch.float32)
 
 
 def _kept(on_policy: Sequence[Sequence[int]], position: int, sample: SampleLike) -> Sequence[int]:
