@@ -169,14 +169,16 @@ def batch_of():
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
-    """Run a job of ``rank_jobs.py`` on several gloo processes; returns each rank's result.
+    """Run a job of ``rank_jobs.py`` on several processes; returns each rank's result.
 
-    A fork server imports torch and Megatron once, so that a rank starts in a fraction of a second.
+    A fork server imports torch and Megatron once, so that a rank starts in a fraction of a second. Where there is a GPU
+    ranks are spawned: Megatron's imports start the GPU's runtime, and after that a process must not fork.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "hypothesis", "vime_megatron", "vime_megatron.forward", "vime_megatron.optim"]
-    )
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    if not torch.cuda.is_available():
+        context.set_forkserver_preload(
+            ["torch", "hypothesis", "vime_megatron", "vime_megatron.forward", "vime_megatron.optim"]
+        )
     path = str(Path(__file__).with_name("rank_jobs.py"))
 
     def run(job: str, world: int, *, deadline: float = 120.0, **arguments):
