@@ -90,13 +90,21 @@ def check_batch(sequences: Sequence[TrainSequence], *, max_length: int, vocab_si
                 expected=f"at most {max_length}",
                 fix="drop or truncate it, or raise max_sequence_length",
             )
-        low, high = sequence.tokens.aminmax()
-        if low < 0 or high >= vocab_size:
-            seen, expected = f"{int(low)} to {int(high)}", f"0 to {vocab_size - 1}"
-            raise BatchError("token id out of the vocabulary", where=where, seen=seen, expected=expected)
         if set(sequence.fields) != names:
             seen, expected = repr(sorted(sequence.fields)), f"those of sequence 0: {sorted(names)!r}"
             raise BatchError("fields differ within a batch", where=where, seen=seen, expected=expected)
+    tokens_t = torch.cat([sequence.tokens for sequence in sequences])
+    outside_t = (tokens_t < 0) | (tokens_t >= vocab_size)
+    if bool(outside_t.any()):
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        index = int(torch.arange(len(sequences)).repeat_interleave(lengths)[outside_t][0])
+        low, high = sequences[index].tokens.aminmax()
+        raise BatchError(
+            "token id out of the vocabulary",
+            where=f"sequence {index} of {len(sequences)}",
+            seen=f"{int(low)} to {int(high)}",
+            expected=f"0 to {vocab_size - 1}",
+        )
 
 
 @dataclass(frozen=True)

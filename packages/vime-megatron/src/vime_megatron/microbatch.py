@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -73,46 +74,47 @@ def build_microbatch(
         The micro-batch.
     """
     documents = [batch[i].tokens for i in indices]
-    sources: list[Tensor] = []
-    spans: list[tuple[int, int]] = []
-    kept: list[Tensor] = []
-    start = count = 0
-    for i in indices:
-        keep = _kept(batch[i], every_token=every_token)
-        kept.append(keep)
-        sources.append(keep - 1 + start)
-        spans.append((count, count + keep.numel()))
-        count += keep.numel()
-        start += len(batch[i])
-    filler = -start % multiple if documents else multiple
-    if filler:
-        documents.append(torch.zeros(filler, dtype=torch.int64))
-    none = torch.empty(0, dtype=torch.int64)
-    targets = [batch[i].tokens[keep] for i, keep in zip(indices, kept, strict=True)]
+    lengths = [document.numel() for document in documents]
     fields = {
-        name: torch.cat([batch[i].fields[name][keep] for i, keep in zip(indices, kept, strict=True)])
+        name: torch.cat([batch[i].fields[name] for i in indices])
         for name in (batch[indices[0]].fields if indices else ())
     }
+    tokens_t = torch.cat([torch.empty(0, dtype=torch.int64), *documents])
+    kept_k, spans = _predicted(lengths, None if every_token else fields.get(WEIGHT_FIELD))
+    filler = -len(tokens_t) % multiple if documents else multiple
+    if filler:
+        documents.append(torch.zeros(filler, dtype=torch.int64))
     rank, ranks = context
     row = pack(documents, inverse_frequencies=inverse_frequencies, device=device)
     each = row.tokens_1t.shape[1] // ranks
-    sources_k = torch.cat([none, *sources])
+    sources_k = kept_k - 1
     shares = torch.bincount(sources_k // each, minlength=ranks).tolist()
     own = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
     return MicroBatch(
         row=slice_row(row, rank, ranks) if ranks > 1 else row,
         sources_c=upload(sources_k[own] - rank * each, device),
-        targets_c=upload(torch.cat([none, *targets])[own], device),
+        targets_c=upload(tokens_t[kept_k][own], device),
         shares=tuple(shares),
-        fields_k={name: upload(value.to(torch.float32), device) for name, value in fields.items()},
+        fields_k={name: upload(value_t[kept_k].to(torch.float32), device) for name, value_t in fields.items()},
         sequences=indices,
-        spans=tuple(spans),
+        spans=spans,
     )
 
 
-def _kept(sequence: TrainSequence, *, every_token: bool) -> Tensor:
-    """Return the positions of a sequence's tokens that are predicted."""
-    keep = torch.arange(1, len(sequence))
-    if WEIGHT_FIELD in sequence.fields and not every_token:
-        keep = keep[sequence.fields[WEIGHT_FIELD][1:] != 0]
-    return keep
+def _predicted(lengths: Sequence[int], weight_t: Tensor | None) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
+    """Find the tokens that are predicted: all but the first of each document, and none of weight 0.
+
+    Args:
+        lengths: Of the documents, which lie end to end.
+        weight_t: Weights of their tokens, or None to leave none out for its weight.
+
+    Returns:
+        Their positions ``[k]``, and where in that list each document's begin and end.
+    """
+    ends = torch.tensor([0, *accumulate(lengths)])
+    predicted_t = torch.ones(int(ends[-1]), dtype=torch.bool)
+    predicted_t[ends[:-1]] = False
+    if weight_t is not None:
+        predicted_t &= weight_t != 0
+    counts = torch.cat((torch.zeros(1, dtype=torch.int64), predicted_t.cumsum(0)))[ends].tolist()
+    return predicted_t.nonzero()[:, 0], tuple(pairwise(counts))

@@ -85,10 +85,9 @@ def pack(documents: Sequence[Tensor], *, inverse_frequencies: Tensor, device: to
         The row.
     """
     lengths = [document.numel() for document in documents]
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    positions_t = torch.cat([torch.arange(length) for length in lengths])
+    starts = [0, *accumulate(lengths)]
+    # One subtraction, not a count for each document: there may be hundreds, and the device waits for the first row.
+    positions_t = torch.arange(starts[-1]) - torch.tensor(starts[:-1]).repeat_interleave(torch.tensor(lengths))
     positions_t = upload(positions_t, device)
     angles_td = positions_t.to(torch.float32)[:, None] * upload(inverse_frequencies, device)[None, :]
     return PackedTokens(
