@@ -31,6 +31,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from vime_grpo.errors import BatchError
 
 if TYPE_CHECKING:
@@ -55,20 +58,34 @@ def batch_metrics(rows: Sequence[BatchRow]) -> dict[str, float]:
         ``rollout/ref_log_probs``; and between trainer and engine, where the trainer's logprobs are known before the
         update, ``rollout/logprob_abs_diff_max``.
     """
-    means: dict[str, list[float]] = {}
-    largest = 0.0
-    for row in rows:
-        trained_s = row.fields["weight"] != 0
-        if not bool(trained_s.any()):
-            continue
-        for field, name in _ROW_METRICS.items():
-            if field in row.fields:
-                means.setdefault(name, []).append(row.fields[field][trained_s].mean().item())
-        if "old_logprob" in row.fields:
-            difference_s = (row.fields["old_logprob"] - row.fields["rollout_logprob"])[trained_s].abs()
-            largest = max(largest, difference_s.max().item())
-    metrics = {name: statistics.fmean(values) for name, values in means.items()}
-    return metrics | ({"rollout/logprob_abs_diff_max": largest} if "rollout/log_probs" in metrics else {})
+    metrics: dict[str, float] = {}
+    for field, name in _ROW_METRICS.items():
+        having = [row for row in rows if field in row.fields]
+        if having and (mean := _mean_of_means(having, field)) is not None:
+            metrics[name] = mean
+    if "rollout/log_probs" in metrics:
+        scored = [row for row in rows if "old_logprob" in row.fields]
+        trained_t, old_t, engine_t = (
+            _end_to_end(scored, name) for name in ("weight", "old_logprob", "rollout_logprob")
+        )
+        metrics["rollout/logprob_abs_diff_max"] = (old_t - engine_t)[trained_t != 0].abs().max().item()
+    return metrics
+
+
+def _mean_of_means(rows: Sequence[BatchRow], field: str) -> float | None:
+    """Return the mean over rows of the mean over a row's trained tokens; None without any."""
+    lengths = torch.tensor([len(row.tokens) for row in rows])
+    row_t = torch.arange(len(rows)).repeat_interleave(lengths)
+    trained_t = (_end_to_end(rows, "weight") != 0).double()
+    sums_b = torch.zeros(len(rows), dtype=torch.float64)
+    counts_b = sums_b.index_add(0, row_t, trained_t)
+    sums_b.index_add_(0, row_t, torch.where(trained_t > 0, _end_to_end(rows, field), 0.0).double())
+    some_b = counts_b > 0
+    return (sums_b[some_b] / counts_b[some_b]).mean().item() if bool(some_b.any()) else None
+
+
+def _end_to_end(rows: Sequence[BatchRow], field: str) -> Tensor:
+    return torch.cat([row.fields[field] for row in rows])
 
 
 def train_metrics(sums: Mapping[str, float], *, loss: float, grad_norm: float, lr: float) -> dict[str, float]:
