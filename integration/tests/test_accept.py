@@ -28,6 +28,10 @@ from vime_integration.accept.stage_runs import (
     throughput,
 )
 from vime_integration.accept.supervise import Stage, run_stage
+from vime_integration.fleet import Fleet
+from vime_integration.placement import place
+from vime_integration.run_folder import RunFolder
+from vime_integration.sharing import choose
 
 Runner = Callable[..., StageResult]
 
@@ -219,6 +223,28 @@ def test_one_gpu_is_shared_by_an_asynchronous_run(monkeypatch: pytest.MonkeyPatc
     assert "pipeline.pools=shared" in overrides(Acceptance("cuda", 1, tmp_path), Mode.ASYNC)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert "pipeline.pools=shared" not in overrides(Acceptance("cuda", 2, tmp_path), Mode.ASYNC)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_an_engine_has_the_demos_cache_on_a_gpu_too_and_not_the_whole_share(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: Mode
+) -> None:
+    """Each pause walks every block of a cache, and a large cache of this small model has ten million."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    there = run_config(Acceptance("cuda", 1, tmp_path), mode)
+    seats = place(there, Platform.CUDA)
+    fleet = Fleet(there, seats, RunFolder(tmp_path / "run"))
+    (seat,) = seats.engines
+    command = fleet._engine_config(seat, choose(there, seats)).command(8000)
+    assert command[command.index("--kv-cache-memory-bytes") + 1] == str(2**28)
+    assert "--gpu-memory-utilization" in command
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    here = run_config(Acceptance("cpu", 0, tmp_path), mode)
+    assert here.engine.kv_cache_gib == there.engine.kv_cache_gib == 0.25
+    seats = place(here, Platform.CPU)
+    fleet = Fleet(here, seats, RunFolder(tmp_path / "run"))
+    command = fleet._engine_config(seats.engines[0], choose(here, seats)).command(8000)
+    assert command.count("--kv-cache-memory-bytes") == 1, "a CPU's engine says it for itself"
 
 
 def test_a_run_has_to_end_well_to_log_every_step_and_to_learn() -> None:

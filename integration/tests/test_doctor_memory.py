@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from integration_support import EXAMPLES, POLICY
+from integration_support import EXAMPLES, pretend_8b
 from vime_devices import Platform, child_environment
 from vime_grpo import RunConfig, load_config
 from vime_integration.budget import budget, check_budget, refuse_misfits, settle, sharing_of, trainer_plan
 from vime_integration.device_memory import DeviceMemory
+from vime_integration.disk import bundle_bytes
 from vime_integration.doctor import Machine, Status
 from vime_integration.doctor.configuration import check_configuration
 from vime_integration.errors import PlacementError
 from vime_integration.needs import (
     PhaseNeed,
     Sharing,
-    bundle_bytes,
     engine_weights,
     gpu_needs,
     kv_bytes_per_token,
@@ -29,17 +27,6 @@ from vime_integration.placement import place
 from vime_megatron import check_model
 
 GIB = 2**30
-QWEN3_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 40960,
-}
 SETTINGS = (
     "trainer.dtype=bfloat16",
     "engine.dtype=bfloat16",
@@ -52,18 +39,18 @@ SETTINGS = (
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that is Qwen3-8B to whoever reads its config.json."""
-    folder = tmp_path_factory.mktemp("large") / "model"
-    shutil.copytree(POLICY, folder)
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**settings, **QWEN3_8B}))
-    return folder
+    return pretend_8b(tmp_path_factory.mktemp("large") / "model")
 
 
 def configured(model: Path, *overrides: str) -> RunConfig:
+    """The demo with a large model and, where nothing else is said, an engine that takes its whole share."""
     run = model.parent / "run"
-    return load_config(
+    config = load_config(
         EXAMPLES / "demo_cpu.toml", [f"model.path={model}", f"pipeline.run_dir={run}", *SETTINGS, *overrides]
     )
+    if any("kv_cache_gib" in text for text in overrides):
+        return config
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"kv_cache_gib": None})})
 
 
 def on_gpus(config: RunConfig, count: int, gib: int) -> dict[str, tuple[Status, str]]:
@@ -122,6 +109,22 @@ def test_state_leaves_the_device_only_where_there_is_no_room_for_both(large: Pat
         assert settle(own, seats, 800 * GIB).trainer.offload == chosen, "what was chosen stays"
     together = configured(large, "pipeline.mode=async", "pipeline.pools=shared")
     assert settle(together, seats, 400 * GIB) == together, "it trains while engines generate"
+
+
+def test_a_cache_of_a_chosen_size_takes_less_than_the_share_and_holds_one_context(large: Path) -> None:
+    plain, bounded = (
+        phases(configured(large), False, False),
+        phases(configured(large, "engine.kv_cache_gib=8"), False, False),
+    )
+    assert bounded["engine"].budget == plain["engine"].budget
+    assert bounded["engine"].parts["KV cache"] == 8 * GIB
+    assert bounded["rollout"].parts["engine's share"] == bounded["engine"].total < plain["engine"].budget
+    assert bounded["train"].total < plain["train"].total
+    assert bounded["engine cache"].fits
+    small = phases(configured(large, "engine.kv_cache_gib=1"), False, False)
+    assert not small["engine cache"].fits, "8,192 tokens of this model take 1.1 GiB"
+    beyond = phases(configured(large, "engine.kv_cache_gib=112"), False, False)
+    assert not beyond["engine"].fits, "vLLM itself would not keep to the share then"
 
 
 def test_engines_of_somebody_else_take_nothing_of_the_trainers_devices(

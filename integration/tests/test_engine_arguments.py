@@ -12,7 +12,7 @@ import pytest
 from integration_support import config_file
 from vime_grpo import load_config
 from vime_grpo.config.engine_arguments import FIXED, OVERRIDES, SETTINGS, model_overrides
-from vime_integration.translate import head_arguments
+from vime_integration.translate import cache_arguments, head_arguments
 from vime_rollout import EngineConfig
 from vime_sync import engine_arguments, engine_environment
 
@@ -34,6 +34,19 @@ def test_every_argument_that_is_refused_is_one_of_vllms(options: dict[str, str])
     assert {*SETTINGS, *FIXED, OVERRIDES} - of_the_server <= options.keys()
     assert options["-tp"] == options["--tensor-parallel-size"]
     assert options["-dp"] == options["--data-parallel-size"]
+
+
+def test_a_cache_of_a_chosen_size_is_said_in_vllms_words(options: dict[str, str], tmp_path: Path) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    config = load_config(config_file(tmp_path, steps=1, save_every=0))
+    assert config.engine.kv_cache_gib == 0.25
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    assert parser.parse_args(cache_arguments(config)).kv_cache_memory_bytes == 2**28
+    whole = config.model_copy(update={"engine": config.engine.model_copy(update={"kv_cache_gib": None})})
+    assert cache_arguments(whole) == []
+    assert whole.engine.cpu_kv_cache_gib == 1.0
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from integration_support import config_file
 from vime_grpo import load_config
 from vime_integration.actors.rollout import RolloutReport
 from vime_integration.bundle import BundleStore
+from vime_integration.entry import exit_code
 from vime_integration.errors import PipelineError
 from vime_integration.guarding import Guarding
 from vime_integration.ledger import LedgerEntry
@@ -149,6 +150,24 @@ def test_a_stop_saves_and_exports_nothing(tmp_path: Path) -> None:
     assert list(record.steps) == [1, 2, 3]
     assert BundleStore(tmp_path / "run/checkpoints", keep=2).steps() == [2, 3]
     assert "export" not in processes.asked
+
+
+@pytest.mark.parametrize(
+    ("every", "stop_after", "saved", "said"),
+    [(0, 2, [], "nothing to resume from"), (2, 3, [2], "goes on after step 2"), (2, 2, [2], ""), (2, 99, [2, 4], "")],
+)
+def test_a_run_that_does_not_save_at_the_end_says_what_a_stop_loses(
+    tmp_path: Path, every: int, stop_after: int, saved: list[int], said: str
+) -> None:
+    pipeline, processes, record = loop(tmp_path, "checkpoint.last=false", every=every, stop_after=stop_after)
+    pipeline.start(None)
+    pipeline.run()
+    assert BundleStore(tmp_path / "run/checkpoints", keep=2).steps() == saved
+    assert pipeline.saved_step == (saved[-1] if saved else None)
+    assert [note for note in record.notes if "without a save" in note and said in note] == record.notes[1:]
+    assert len(record.notes) == 1 + bool(said), "the first is about the weights"
+    assert ("export" in processes.asked) == pipeline.finished
+    assert exit_code(pipeline) == (0 if pipeline.finished else 75 if saved else 143)
 
 
 def test_a_guard_that_stops_has_the_step_on_record_and_keeps_the_save_before(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from vime_integration.actors.trainer import trainer_config
 from vime_integration.errors import PipelineError, PlacementError
 from vime_integration.memory import moved_metrics, slept_metrics
 from vime_integration.placement import place
-from vime_integration.sharing import choose, offloads, sleeps
+from vime_integration.sharing import choose, makes_room, offloads, sleeps
 from vime_integration.translate import head_arguments
 from vime_sync.errors import AliasError
 
@@ -37,6 +37,8 @@ def config(**sections) -> RunConfig:
 def test_an_offload_that_returns_its_memory_is_measured() -> None:
     report = {"bytes_copied": 8 * GIB, "bytes_dropped": 4 * GIB, "device_bytes": 12 * GIB}
     assert moved_metrics("offload", [report]) == {"memory/offload_gib": 12.0, "memory/offload_device_gib": 12.0}
+    kept = [{**report, "bytes_copied": 0, "bytes_dropped": 0, "device_bytes": 0, "kept_gib": gib} for gib in (70, 71)]
+    assert moved_metrics("offload", kept) == {"memory/offload_gib": 0.0, "memory/trainer_kept_gib": 71}
     on_a_cpu = {**report, "device_bytes": 0}
     assert moved_metrics("offload", [on_a_cpu]) == {"memory/offload_gib": 12.0}
 
@@ -86,6 +88,18 @@ def test_engines_that_sleep_have_weights_of_their_own() -> None:
     assert choice.mode == "copy"
     assert any("sleep" in reason for reason in choice.alias_refused)
     assert sleeps(asked, placement)
+
+
+def test_the_trainer_makes_room_wherever_an_engine_of_the_run_sits_on_its_device() -> None:
+    def asked(platform: Platform, **sections) -> bool:
+        return makes_room(config(**sections), place(config(**sections), platform, NODE))
+
+    assert asked(Platform.CUDA, trainer={"offload": "off"}), "its allocator's cache, if nothing else"
+    assert asked(Platform.CUDA, trainer={"offload": "on"})
+    assert not asked(Platform.CUDA, pipeline={"mode": "async"}), "devices of its own"
+    assert not asked(Platform.CPU)
+    foreign = {"count": 0, "urls": ["http://127.0.0.1:9"]}
+    assert not asked(Platform.CUDA, trainer={"offload": "off"}, engine=foreign)
 
 
 def test_asynchronous_engines_copy() -> None:

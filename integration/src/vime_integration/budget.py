@@ -22,7 +22,7 @@ from vime_integration.sharing import choose, offloads, sleeps
 logger = logging.getLogger(__name__)
 
 
-#: Of a device, that must be left over before state stays on it that could leave: activations are an estimate.
+#: Of a device, that must be left over, in each phase that it makes fuller, before state stays that could leave.
 SPARE = 0.10
 
 
@@ -57,6 +57,8 @@ def check_budget(config: RunConfig, placement: Placement) -> RunConfig:
 def settle(config: RunConfig, placement: Placement, device_bytes: int) -> RunConfig:
     """Decide an open ``trainer.offload``: state that fits beside the engines stays, for moving it costs time each step.
 
+    Only the phases in which it would be away are asked. How full another is, such as training, moving does not change.
+
     Args:
         config: The run.
         placement: Where each process runs.
@@ -67,12 +69,13 @@ def settle(config: RunConfig, placement: Placement, device_bytes: int) -> RunCon
     """
     if config.trainer.offload != "auto" or not offloads(config, placement):
         return config
-    keeping = _with_offload(config, "off")
-    phases = [need for need in budget(keeping, placement, device_bytes) if need.budget == device_bytes]
-    if all(phase.total <= (1 - SPARE) * device_bytes for phase in phases):
+    keeping, moving = _with_offload(config, "off"), _with_offload(config, "on")
+    pairs = zip(budget(keeping, placement, device_bytes), budget(moving, placement, device_bytes), strict=True)
+    fuller = [kept for kept, moved in pairs if kept.total > moved.total]
+    if all(phase.total <= (1 - SPARE) * phase.budget for phase in fuller):
         logger.info("gradients and optimiser stay on the device while engines generate: there is room for both")
         return keeping
-    return _with_offload(config, "on")
+    return moving
 
 
 def _with_offload(config: RunConfig, switch: str) -> RunConfig:

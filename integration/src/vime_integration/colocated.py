@@ -2,7 +2,8 @@
 
 Step ``k`` (from 1) of a run::
 
-    offload          the trainer's gradients and optimiser leave the device (GPU)
+    offload          the trainer's unused memory goes back to the device (GPU); where there is no room for both,
+                     gradients and optimiser too
     rollout          every sample from weights of version k
     sleep, onload    engines give their memory back, the trainer takes its own (GPU; `vime_integration.sharing`)
     train            the optimiser steps of these samples
@@ -29,9 +30,10 @@ class Colocated(Pipeline):
 
     def _one_step(self, phases: Phases) -> tuple[dict[str, float], RolloutReport]:
         memory: dict[str, float] = {}
-        if self._fleet.offloads:
+        if self._fleet.makes_room:
             with phases.phase("offload"):
-                memory |= moved_metrics("offload", self._fleet.ask_trainers("make_room", doing="give memory back"))
+                reports = self._fleet.ask_trainers("make_room", self._fleet.offloads, doing="give memory back")
+                memory |= moved_metrics("offload", reports)
         with phases.phase("rollout"):
             rollout: RolloutReport = self._fleet.ask_rollout(
                 "collect", self.version, doing="make the rollout", deadline_s=step_deadline(self._config)

@@ -2,8 +2,9 @@
 
 Both modes come in by this door; ``pipeline.mode`` decides which pipeline runs, and everything around it is the same.
 
-Exit codes: 0 when the run finished, 75 (``EX_TEMPFAIL`` of sysexits.h: try again) when SIGTERM ended it after a save,
-so that a scheduler can tell "resume me" from "done". Errors are raised, and the launcher prints them.
+Exit codes: 0 when the run finished, 75 (``EX_TEMPFAIL`` of sysexits.h: try again) when SIGTERM ended it and there is a
+checkpoint to go on from, so that a scheduler can tell "resume me" from "done", and 143, as of any process that SIGTERM
+ends, when there is none (``checkpoint.last = false``). Errors are raised, and the launcher prints them.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from vime_integration.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 EXIT_STOPPED = 75
+EXIT_LOST = 128 + signal.SIGTERM
 
 
 class StopRequest:
@@ -92,7 +94,7 @@ def run(config: RunConfig, *, resume: Path | None = None) -> int:
     Raises:
         VimeError: The run failed; what was saved before is valid.
     """
-    check_before_start(config)
+    check_before_start(config, resume)
     unasked = check_foreign(config)
     folder = RunFolder(resume or config.pipeline.run_dir)
     moved = None
@@ -146,7 +148,14 @@ def _run(
     if config.tracking.plot and history:
         plot_reward(folder.metrics, folder.plot)
     display.finish(history)
-    return EXIT_STOPPED if stop.asked else 0
+    return exit_code(pipeline)
+
+
+def exit_code(pipeline: Pipeline) -> int:
+    """Return what a run that raised nothing ends with: whether it is done, can be resumed, or is lost."""
+    if pipeline.finished:
+        return 0
+    return EXIT_LOST if pipeline.saved_step is None else EXIT_STOPPED
 
 
 @contextmanager

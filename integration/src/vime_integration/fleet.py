@@ -30,8 +30,8 @@ from vime_integration.actors.trainer import TrainerActor
 from vime_integration.mending import GRACE_S, Mending, Written
 from vime_integration.placement import Placement, Seat
 from vime_integration.run_folder import RunFolder
-from vime_integration.sharing import choose, offloads, shares_devices, sleeps
-from vime_integration.translate import head_arguments
+from vime_integration.sharing import choose, makes_room, offloads, shares_devices, sleeps
+from vime_integration.translate import cache_arguments, head_arguments
 from vime_integration.wait import fetch, gather
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,13 @@ class Fleet:
         self._restarts_seen = 0
 
     @property
+    def makes_room(self) -> bool:
+        """Whether the trainer gives engines the device memory that it can spare before they generate."""
+        return makes_room(self._config, self._placement)
+
+    @property
     def offloads(self) -> bool:
-        """Whether the trainer gives device memory back while engines generate."""
+        """Whether that is the memory of gradients and optimiser, too."""
         return offloads(self._config, self._placement)
 
     @property
@@ -120,7 +125,7 @@ class Fleet:
         """Let everything start, engines after the ranks where these must be first; return the answers by name."""
         config = self._config
         tasks = {
-            name: actor.start.remote(rendezvous, checkpoint, make_room=self.offloads)
+            name: actor.start.remote(rendezvous, checkpoint, make_room=self.makes_room, offload=self.offloads)
             for name, actor in self.trainers.items()
         }
         tasks["rollout"] = self.rollout.start.remote()
@@ -255,6 +260,7 @@ class Fleet:
         config, on_cpu = self._config.engine, self._placement.platform is Platform.CPU
         manifest = "" if choice.weights == "dummy" else self._run.manifest
         arguments = engine_arguments(weights=choice.weights, manifest=manifest)
+        cache = [] if on_cpu else cache_arguments(self._config)
         environment: dict[str, str | None] = {**seat.environment, **dict.fromkeys(seat.removed)}
         return EngineConfig(
             model=str(self._config.model.path),
@@ -265,8 +271,8 @@ class Fleet:
             gpu_memory_utilization=None if on_cpu else config.gpu_memory_utilization,
             enforce_eager=config.enforce_eager,
             enable_sleep_mode=self.sleeps,
-            cpu=CpuOptions(kv_cache_gib=config.kv_cache_gib, threads=seat.threads) if on_cpu else None,
-            arguments=(*arguments, *head_arguments(self._config), *config.extra_args),
+            cpu=CpuOptions(kv_cache_gib=config.cpu_kv_cache_gib, threads=seat.threads) if on_cpu else None,
+            arguments=(*arguments, *head_arguments(self._config), *cache, *config.extra_args),
             environment={**environment, **engine_environment()},
             log_path=str(self._log(seat.name)),
             max_concurrency=self._config.rollout.concurrency,

@@ -25,11 +25,12 @@ def moved_metrics(kind: str, reports: Sequence[Mapping[str, Any]]) -> dict[str, 
 
     Args:
         kind: "offload" or "onload".
-        reports: One a rank: `vime_megatron`'s MoveReport as a dictionary.
+        reports: One a rank: `vime_megatron`'s MoveReport as a dictionary, and ``kept_gib`` where room was made.
 
     Returns:
         ``memory/<kind>_gib``, bytes that crossed or were dropped, over all ranks; and on a GPU
-        ``memory/<kind>_device_gib``, the change of free device memory as the driver reports it.
+        ``memory/<kind>_device_gib``, the change of free device memory as the driver reports it, and
+        ``memory/trainer_kept_gib``, what the fullest rank's allocator holds after making room.
 
     Raises:
         PipelineError: An offload returned less device memory than it moved; names rank and figures.
@@ -40,6 +41,8 @@ def moved_metrics(kind: str, reports: Sequence[Mapping[str, Any]]) -> dict[str, 
         for rank, (expected, seen) in enumerate(zip(moved, device, strict=True)):
             _check_returned(f"trainer-{rank}", expected / GIB, seen / GIB)
     metrics = {f"memory/{kind}_gib": sum(moved) / GIB}
+    if kept := max(report.get("kept_gib", 0.0) for report in reports):
+        metrics["memory/trainer_kept_gib"] = kept
     return metrics | ({f"memory/{kind}_device_gib": sum(device) / GIB} if any(device) else {})
 
 

@@ -3,7 +3,8 @@
 The trainer's part is vime-megatron's plan: exact for weights, gradients and optimiser, an estimate for activations. The
 engine's part is what vLLM takes: ``engine.gpu_memory_utilization`` of a whole GPU, whatever it needs, so two questions
 are asked of it. Does its share hold its weights, one whole context of KV cache and a reserve? And does the share fit
-beside what the trainer leaves?
+beside what the trainer leaves? With ``engine.kv_cache_gib`` it takes a cache of that size and what it needs beside it,
+which is less than its share.
 
 On a GPU that trainer and engine share, a phase is the sum of what both hold then. `vime_integration.sharing` decides
 who gives back what (nobody, where an asynchronous run shares devices)::
@@ -11,6 +12,10 @@ who gives back what (nobody, where an asynchronous run shares devices)::
     rollout          the engine's share, the trainer's weights; where it does not offload, gradients and optimiser too
     train            the trainer's peak, and the engine's share: its context only where it sleeps
     update_weights   the trainer's whole state, and the engine's share: its weights only where it slept
+
+What the trainer holds is what it has allocated. Its allocator keeps more after a step (of the 8B shape on two H200 110
+GiB reserved, 69 allocated), so before engines generate it returns what is unused, whether state leaves too or not; some
+2% stay in blocks that are partly used. Engines allocate for their batches as they go, each within its share.
 
 An engine that runs on the trainer's memory has no weights of its own. One that somebody else started is where he put
 it, and only the trainer is asked about.
@@ -32,6 +37,9 @@ from vime_integration.placement import apart
 GIB = 2**30
 CONTEXT = 1 * GIB  # of a process on a GPU: runtime, kernels, libraries' workspaces. An assumption.
 ENGINE_RESERVE = 2 * GIB  # activations and graphs of an engine beside weights and KV cache. An assumption.
+# The same with its context, where no share bounds it. Of the 8B shape on an H200 5.7 GiB were neither cache nor the
+# trainer's allocator's; the trainer's own context and communicators are among them.
+ENGINE_BESIDE_CACHE = 5 * GIB
 CPU_PROCESS = 1 * GIB  # resident memory of a Python process that has imported torch and vLLM. An assumption.
 CPU_ENGINE_PROCESSES = 2  # server and, without fast start, engine core
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -115,11 +123,9 @@ def gpu_needs(
     training = PhaseNeed("train", {"trainer": plan.total}, device_bytes, smaller)
     if not engine.count:
         return [training]
-    share = int(engine.gpu_memory_utilization * device_bytes)
-    context = (engine.max_model_len or config.rollout.max_context_tokens) * kv_bytes_per_token(shape, config)
     weights = 0 if sharing.aliased else engine_weights(shape, config)
-    inside = {"weights": weights, "one context of KV cache": context, "reserve": ENGINE_RESERVE}
-    needs = [PhaseNeed("engine", inside, share, "raise engine.gpu_memory_utilization or engine.tensor_parallel")]
+    needs = _engine_needs(config, shape, weights, int(engine.gpu_memory_utilization * device_bytes))
+    share = needs[0].budget if engine.kv_cache_gib is None else needs[0].total
     if apart(config):
         return [*needs, training]
     state = CONTEXT + plan.weights + plan.gradients + plan.optimizer
@@ -135,6 +141,23 @@ def gpu_needs(
     return [*needs, *(PhaseNeed(name, parts, device_bytes, fix) for name, parts, fix in phases)]
 
 
+def _engine_needs(config: RunConfig, shape: ModelShape, weights: int, share: int) -> list[PhaseNeed]:
+    """Return what must fit into the engine's share, first of all, and into a cache whose size was chosen."""
+    engine = config.engine
+    context = (engine.max_model_len or config.rollout.max_context_tokens) * kv_bytes_per_token(shape, config)
+    one = {"one context of KV cache": context}
+    larger = "raise engine.gpu_memory_utilization or engine.tensor_parallel"
+    if engine.kv_cache_gib is None:
+        inside = {"weights": weights, **one, "reserve": ENGINE_RESERVE}
+        return [PhaseNeed("engine", inside, share, larger)]
+    cache = int(engine.kv_cache_gib * GIB)
+    inside = {"weights": weights, "KV cache": cache, "reserve": ENGINE_BESIDE_CACHE}
+    return [
+        PhaseNeed("engine", inside, share, f"lower engine.kv_cache_gib, {larger}"),
+        PhaseNeed("engine cache", one, cache, "raise engine.kv_cache_gib or engine.tensor_parallel"),
+    ]
+
+
 def cpu_needs(config: RunConfig, plan: MemoryPlan, shape: ModelShape, host_bytes: int) -> list[PhaseNeed]:
     """Return what a run on a CPU needs of the host's memory; every process is there all the time.
 
@@ -146,7 +169,7 @@ def cpu_needs(config: RunConfig, plan: MemoryPlan, shape: ModelShape, host_bytes
     """
     ranks, engines = config.trainer.world_size, config.engine.count * config.engine.tensor_parallel
     trainer = plan.total - plan.reserve
-    engine = engine_weights(shape, config) + int(config.engine.kv_cache_gib * GIB)
+    engine = engine_weights(shape, config) + int(config.engine.cpu_kv_cache_gib * GIB)
     staged = count_parameters(shape) * WIDTHS[config.trainer.dtype]
     processes = ranks + engines * CPU_ENGINE_PROCESSES + 2  # driver and rollout
     parts = {
@@ -156,9 +179,3 @@ def cpu_needs(config: RunConfig, plan: MemoryPlan, shape: ModelShape, host_bytes
         f"{processes} processes": processes * CPU_PROCESS,
     }
     return [PhaseNeed("all phases", parts, host_bytes, "lower engine.kv_cache_gib or max_tokens_per_microbatch")]
-
-
-def bundle_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Return the bytes of one resume bundle: weights, float32 masters where they differ, and two moments."""
-    each = 12 if config.trainer.dtype == "float32" else 14
-    return count_parameters(shape) * each

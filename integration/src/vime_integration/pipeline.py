@@ -4,7 +4,7 @@ A pipeline is a list of phases that one subclass writes down as ``_one_step``. A
 
     start      processes, the bundle to continue from, the first weights to every engine
     step       the subclass; then metrics, guards, evaluation when it is due, a save when it is due
-    end        a save, and the policy as a Hugging Face folder
+    end        a save, unless ``checkpoint.last`` is off, and the policy as a Hugging Face folder
 
 Invariants. Step ``k`` (from 1) trains weights of version ``k`` and leaves version ``k + 1`` on every engine before it
 ends. A bundle is written between steps, after the engines have committed, so what is saved is what is served. The
@@ -65,7 +65,7 @@ class Pipeline(ABC):
         run: The run folder.
         recorder: Where metrics go.
         show: Told the name of each phase as it begins.
-        stopping: Asked between steps; True ends the run after a save.
+        stopping: Asked between steps; True ends the run, after a save unless ``checkpoint.last`` is off.
     """
 
     def __init__(
@@ -87,12 +87,22 @@ class Pipeline(ABC):
         self._bundles = BundleStore(run.checkpoints, keep=config.checkpoint.keep)
         self._guarding = Guarding(config)
         self._step = 0
-        self._saved_at = -1
+        self._saved_at: int | None = None
 
     @property
     def version(self) -> int:
         """The version of the weights that the trainer holds."""
         return self._step + 1
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step that a resume goes on after; None where there is no checkpoint."""
+        return self._saved_at
+
+    @property
+    def finished(self) -> bool:
+        """Whether every step was made."""
+        return self._step >= self._config.pipeline.steps
 
     def start(self, bundle: Bundle | None) -> None:
         """Start the processes, continue from a bundle if there is one, and give the engines the weights.
@@ -123,10 +133,12 @@ class Pipeline(ABC):
             self._finish_step(*self._one_step(Phases(self._step + 1, self._show, self._recorder.span)))
             if every and self._step % every == 0:
                 self._save()
-        if self._saved_at != self._step:
+        if self._config.checkpoint.last and self._saved_at != self._step:
             self._save()
-        if self._step >= last:
+        if self.finished:
             self._fleet.ask_trainers("export", self._run.model.absolute(), doing="export the model")
+        elif self._saved_at != self._step:
+            self._show_unsaved()
 
     def stop(self) -> None:
         """Let the engines go and end every process."""
@@ -207,6 +219,10 @@ class Pipeline(ABC):
         ended = time.monotonic()
         self._recorder.span(self._step, "save", "save", began, ended)
         logger.info("saved %s in %.2f s", bundle.path, ended - began)
+
+    def _show_unsaved(self) -> None:
+        resume = "nothing to resume from" if self._saved_at is None else f"a resume goes on after step {self._saved_at}"
+        self._recorder.note(f"stopped after step {self._step} without a save (checkpoint.last = false): {resume}")
 
     def _restore(self, bundle: Bundle) -> None:
         self._step = self._saved_at = bundle.step

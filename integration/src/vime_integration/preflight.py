@@ -7,7 +7,6 @@ is told first: an architecture that the trainer does not know, data that cannot 
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,24 @@ from vime_grpo import RunConfig
 from vime_megatron import check_model
 from vime_rollout import DataConfig, Encoder, load_filter, load_generate, load_source, open_data_source
 
+from vime_integration.disk import FIX, disk_need
 from vime_integration.errors import BundleError, PipelineError
+from vime_integration.needs import GIB
 from vime_integration.translate import data_config, evaluation_data_config
 
-#: A bundle holds the weights, float32 master weights and two moments: at most this many times the model folder.
-BUNDLE_FACTOR = 7
 
-
-def check_before_start(config: RunConfig) -> None:
+def check_before_start(config: RunConfig, resume: Path | None = None) -> None:
     """Check the model folder, the data, code of the user's own, the router and the disk.
+
+    Args:
+        config: The run.
+        resume: The run folder that it continues; None for a fresh run.
 
     Raises:
         ModelError: The folder is missing, damaged or of an unsupported architecture.
         DataError: The data is missing, empty, or a line or row of it is broken (it is named).
         PipelineError: A package that the configuration asks for is not installed.
-        BundleError: The disk cannot hold the checkpoints that the run will keep.
+        BundleError: The disk cannot hold the checkpoints that the run will write.
     """
     check_model(config.model.path)
     check_data(config)
@@ -43,7 +45,7 @@ def check_before_start(config: RunConfig) -> None:
             expected="the package vllm-router",
             fix="pip install 'vime-rollout[router]', or set engine.router = false: requests are then dealt out",
         )
-    _check_disk(config)
+    _check_disk(config, resume)
 
 
 def check_data(config: RunConfig) -> str:
@@ -97,20 +99,13 @@ def _load_own_code(config: RunConfig) -> None:
         load_generate(config.rollout.generate, config.rollout.generate_options)
 
 
-def _check_disk(config: RunConfig) -> None:
-    model = sum(file.stat().st_size for file in config.model.path.glob("*.safetensors"))
-    needed = model * BUNDLE_FACTOR * (config.checkpoint.keep + 1)
-    root = _existing(config.pipeline.run_dir)
-    free = shutil.disk_usage(root).free
-    if free < needed:
+def _check_disk(config: RunConfig, resume: Path | None) -> None:
+    need = disk_need(config, resume)
+    if not need.fits:
         raise BundleError(
-            "the disk cannot hold the checkpoints",
-            where=str(config.pipeline.run_dir),
-            seen=f"{free / 2**30:.2f} GiB free",
-            expected=f"about {needed / 2**30:.2f} GiB for {config.checkpoint.keep} checkpoints and one being written",
-            fix="free space, set checkpoint.keep lower, or choose another pipeline.run_dir",
+            "the disk cannot hold what the run will write",
+            where=str(need.folder),
+            seen=f"{need.free / GIB:.2f} GiB free",
+            expected=need.text(),
+            fix=FIX,
         )
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.parents) if path.exists())

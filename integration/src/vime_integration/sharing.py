@@ -3,9 +3,9 @@
 =========== =================== =======================================================================================
 pipeline    where               what is chosen with everything on "auto"
 =========== =================== =======================================================================================
-colocated   GPU                 aliased: one copy of the weights; where there is no room for both, the trainer's
-                                optimiser and gradients leave the GPU while engines generate
-                                (`vime_integration.budget`)
+colocated   GPU                 aliased: one copy of the weights; before engines generate the trainer gives back what
+                                its allocator keeps unused and, where there is no room for both then, its optimiser
+                                and gradients leave the GPU (`vime_integration.budget`)
 colocated   CPU                 copied through shared memory: there is nothing to save, and trainer and engines start
                                 at the same time; ``sync.mode = "alias"`` runs engines on the trainer's memory here too
 async       anywhere            copied: an engine that generates while the trainer writes needs weights of its own;
@@ -75,6 +75,11 @@ def offloads(config: RunConfig, placement: Placement) -> bool:
     if config.pipeline.mode == "async":
         return False  # it trains while engines generate
     return section == "on" or (section == "auto" and placement.platform is not Platform.CPU)
+
+
+def makes_room(config: RunConfig, placement: Placement) -> bool:
+    """Return whether the trainer makes room for engines: of what its allocator keeps unused, at least."""
+    return offloads(config, placement) or (config.engine.count > 0 and shares_devices(config, placement))
 
 
 def _same_devices(placement: Placement) -> bool:

@@ -68,6 +68,12 @@ def head_arguments(config: RunConfig) -> list[str]:
     return ["--hf-overrides", json.dumps({"head_dtype": config.model.head_dtype})]
 
 
+def cache_arguments(config: RunConfig) -> list[str]:
+    """Return what bounds the KV cache of an engine on a GPU, each rank's, where ``engine.kv_cache_gib`` does."""
+    size = config.engine.kv_cache_gib
+    return [] if size is None else ["--kv-cache-memory-bytes", str(int(size * 2**30))]
+
+
 def step_deadline(config: RunConfig) -> float:
     """Return the seconds that one rollout may take: every wave of requests at its own deadline, and one to spare.
 

@@ -71,6 +71,7 @@ EVALUATION = [
         (["engine.count=0", "engine.urls=['http://a', 'http://a']"], r"names an engine twice"),
         (["engine.extra_args=['--dtype', 'float16']"], r"holds --dtype, which engine.dtype stands for"),
         (["engine.extra_args=['--max_model_len=64', '-tp', '2']"], r"engine.max_model_len .* engine.tensor_parallel"),
+        (["engine.extra_args=['--kv-cache-memory-bytes', '9']"], r"which engine.kv_cache_gib stands for"),
         (["engine.extra_args=['--logprobs-mode=raw_logprobs']"], r"--logprobs-mode, which the run chooses"),
         (["engine.extra_args=['--hf-overrides', '[1]']"], r"no JSON object \(expected an object\)"),
         (["engine.extra_args=['--hf-overrides']"], r"--hf-overrides whose value is no JSON object"),

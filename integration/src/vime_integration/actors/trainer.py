@@ -120,13 +120,16 @@ class TrainerActor:
         self._reference: dict[str, Tensor] = {}
         self._gave_room = False
 
-    def start(self, init_method: str, checkpoint: Path | None = None, *, make_room: bool = False) -> dict[str, Any]:
+    def start(
+        self, init_method: str, checkpoint: Path | None = None, *, make_room: bool = False, offload: bool = False
+    ) -> dict[str, Any]:
         """Build the model, load its weights and open the publisher; every rank must be asked at the same time.
 
         Args:
             init_method: Rendezvous of the ranks.
             checkpoint: What ``save`` wrote, to continue from.
-            make_room: End with gradients and optimiser on the host, so that engines find the device free.
+            make_room: Give what is unused back to the device in the end, so that engines find it free.
+            offload: And leave gradients and optimiser on the host.
 
         Returns:
             The manifest of this rank's weights, JSON values.
@@ -152,7 +155,7 @@ class TrainerActor:
         self._publisher = Publisher(source, digest=config.sync.digest, **self._publish)
         self._publisher.stage(0)  # an engine that runs on this memory finds a whole version when it starts
         if make_room:
-            self.make_room()
+            self.make_room(offload)
         logger.info("rank %d of %d holds %d buffers", self._rank, world, len(source.buffers))
         return self._publisher.manifest()
 
@@ -200,17 +203,22 @@ class TrainerActor:
             prepared.append(sequences_of(rows, **more))
         return prepared
 
-    def make_room(self) -> dict[str, Any]:
-        """Give device memory to the engines: drop gradients, move the optimiser's state to the host.
+    def make_room(self, offload: bool) -> dict[str, Any]:
+        """Give device memory to the engines: what the allocator keeps unused and, if asked, state that can leave.
 
         The weights stay where they are: engines may run on them, and a sync reads them.
 
+        Args:
+            offload: Drop gradients and move the optimiser's state to the host.
+
         Returns:
-            What was moved; nothing where it was away already.
+            What was moved, nothing where it was away already, and ``kept_gib``, what the allocator holds now (0 on a
+            CPU).
         """
-        kinds = () if self._gave_room else OFFLOADED
-        self._gave_room = True
-        return self._ready().offload(kinds).to_dict()
+        kinds = OFFLOADED if offload and not self._gave_room else ()
+        self._gave_room = self._gave_room or offload
+        moved = self._ready().offload(kinds).to_dict()  # which empties the allocator's cache whatever it moves
+        return moved | {"kept_gib": self._ready().memory().get("device_reserved_gib", 0.0)}
 
     def take_room(self) -> dict[str, Any]:
         """Take back what ``make_room`` gave away, if it did."""

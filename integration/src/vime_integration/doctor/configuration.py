@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,10 +21,11 @@ from vime_rollout import load_reward
 
 from vime_integration.budget import budget, settle, trainer_plan
 from vime_integration.device_memory import DeviceMemory, ask_memory
+from vime_integration.disk import FIX, disk_need
 from vime_integration.doctor.findings import Check, Status, guarded, size
 from vime_integration.doctor.host import available_memory, shm_free
 from vime_integration.foreign import look_at_foreign
-from vime_integration.needs import WIDTHS, PhaseNeed, bundle_bytes, cpu_needs
+from vime_integration.needs import WIDTHS, PhaseNeed, cpu_needs
 from vime_integration.placement import place
 from vime_integration.preflight import check_before_start, check_data, check_evaluation
 from vime_integration.sharing import choose
@@ -128,15 +128,9 @@ def _run_dir(config: RunConfig) -> Iterator[Check]:
         "a folder of this user",
         "choose another pipeline.run_dir, or change its owner",
     )
-    kept = config.checkpoint.keep + 1  # and the one being written
-    needed, free = kept * bundle_bytes(config, check_model(config.model.path)), shutil.disk_usage(root).free
-    yield Check(
-        "config.disk",
-        Status.OK if free >= needed else Status.FAIL,
-        f"{size(free)} free at {root}",
-        f"about {size(needed)}: {config.checkpoint.keep} checkpoints and one being written",
-        "free space, set checkpoint.keep lower, or choose another pipeline.run_dir",
-    )
+    need = disk_need(config)
+    free = f"{size(need.free)} free at {need.folder}"
+    yield Check("config.disk", Status.OK if need.fits else Status.FAIL, free, need.text(), FIX)
 
 
 def _preflight(config: RunConfig) -> Iterator[Check]:

@@ -25,6 +25,7 @@ SETTINGS = {
     "--data-parallel-size": "engine.count",
     "-dp": "engine.count",
     "--gpu-memory-utilization": "engine.gpu_memory_utilization",
+    "--kv-cache-memory-bytes": "engine.kv_cache_gib",
     "--enable-sleep-mode": "engine.sleep",
     "--weight-transfer-config": "the section [sync]",
 }

@@ -260,7 +260,11 @@ class EngineSection(Section):
     enforce_eager: bool = Field(
         default=False, description="No compilation and no captured graphs: starts fast, runs slower."
     )
-    kv_cache_gib: Positive = Field(default=1.0, description="KV cache of one engine in GiB (CPU only).")
+    kv_cache_gib: Positive | None = Field(
+        default=None,
+        description="KV cache of each rank of an engine in GiB. Absent, it is 1 on a CPU, and on a GPU all that "
+        "engine.gpu_memory_utilization leaves. Every pause of an engine costs about 60 ns a block of it.",
+    )
     threads: NonNegativeInt = Field(
         default=0, description="CPU threads of one engine (CPU only); 0 shares out the cores."
     )
@@ -269,6 +273,11 @@ class EngineSection(Section):
         description="Further arguments of the vLLM server, as on its command line. Those that a setting stands for are "
         "refused, and --hf-overrides must repeat a model.head_dtype that it would undo.",
     )
+
+    @property
+    def cpu_kv_cache_gib(self) -> float:
+        """KV cache of each rank of an engine on a CPU, GiB; there is no share of a device that would bound it."""
+        return 1.0 if self.kv_cache_gib is None else self.kv_cache_gib
 
     @property
     def servers(self) -> int:

@@ -165,7 +165,7 @@ class TrainerSection(Section):
     offload: Switch = Field(
         default="auto",
         description="Whether the trainer moves gradients and optimiser state off the GPU while engines generate: auto "
-        "does so where they share a GPU that has no room for both, with a tenth to spare.",
+        "does so where they share a GPU that it would fill to more than nine tenths beside the engines.",
     )
     max_tokens_per_microbatch: Count = Field(
         default=8192,
@@ -271,4 +271,10 @@ class CheckpointSection(Section):
     """When the run is saved."""
 
     every: NonNegativeInt = Field(default=20, description="Save after every so many steps; 0 saves at the end only.")
+    last: bool = Field(
+        default=True,
+        description="Save at the end, also when SIGTERM stops the run. false saves after every so many steps only, "
+        "never with every = 0, and a run that is stopped says that it has not saved. The trained model is written in "
+        "any case.",
+    )
     keep: Count = Field(default=2, description="Checkpoints kept; older ones are deleted after a newer one is whole.")
