@@ -46,6 +46,20 @@ def devices() -> list[str]:
     return done.stdout.strip().splitlines()
 
 
+def step_ends(run: Path) -> list[float]:
+    """Return when each step ended, in seconds since the first phase of the run began.
+
+    Args:
+        run: The run folder, of a run that was not interrupted.
+    """
+    phases = [json.loads(line) for line in (run / "phases.jsonl").read_text(encoding="utf-8").splitlines()]
+    begin = min(phase["begin"] for phase in phases)
+    ends: dict[int, float] = {}
+    for phase in phases:
+        ends[phase["step"]] = max(ends.get(phase["step"], 0.0), phase["end"] - begin)
+    return [round(ends[step], 3) for step in sorted(ends)]
+
+
 def summary(run: Path) -> dict[str, Any]:
     """Return the medians of a run's steps but the first.
 
@@ -69,8 +83,11 @@ def summary(run: Path) -> dict[str, Any]:
         "tokens_per_gpu_per_sec_of_the_step": tokens / seconds["step"] / engines,
         "train_tokens_per_sec": median(row["perf/actor_train_tok_per_s"] for row in steady),
         "sync_and_moves_share": sum(seconds.get(name, 0.0) for name in MOVES) / seconds["step"],
-        "mean": {name: fmean(row[name] for row in rows if name in row) for name in MEANS if name in rows[-1]},
-        "curves": {name: [row.get(name) for row in rows] for name in MEANS if name in rows[-1]},
+        "mean": {
+            name: fmean(row[name] for row in rows if name in row) for name in MEANS if any(name in row for row in rows)
+        },
+        "curves": {name: [row.get(name) for row in rows] for name in MEANS if any(name in row for row in rows)},
+        "step_ended_after_s": step_ends(run)[: len(rows)],
         "memory_gib": {name: value for name, value in rows[-1].items() if name.startswith("memory/")},
     }
     return {"date": datetime.now(tz=UTC).date().isoformat(), "devices": devices(), "versions": versions(), **found}
