@@ -66,7 +66,7 @@ def summary(run: Path) -> dict[str, Any]:
     Args:
         run: The run folder.
     """
-    config = load_config(run / "config.toml")
+    config = load_config(run / "config.toml", check_files=False)  # the model may be gone by now
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steady = rows[1:] or rows
     seconds = {
