@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from integration_support import config_file
 from vime_devices import Platform
+from vime_grpo import load_config
 from vime_grpo.config import RunConfig, config_from_dict
-from vime_integration.actors.trainer import trainer_config
+from vime_integration.actors.trainer import TrainerActor, trainer_config
 from vime_integration.errors import PipelineError, PlacementError
 from vime_integration.memory import moved_metrics, slept_metrics
 from vime_integration.placement import place
 from vime_integration.sharing import choose, makes_room, offloads, sleeps
 from vime_integration.translate import head_arguments
+from vime_megatron import MegatronTrainer
 from vime_sync.errors import AliasError
 
 GIB = 2**30
@@ -41,6 +46,21 @@ def test_an_offload_that_returns_its_memory_is_measured() -> None:
     assert moved_metrics("offload", kept) == {"memory/offload_gib": 0.0, "memory/trainer_kept_gib": 71}
     on_a_cpu = {**report, "device_bytes": 0}
     assert moved_metrics("offload", [on_a_cpu]) == {"memory/offload_gib": 12.0}
+
+
+def test_state_leaves_once_and_only_where_asked_and_comes_back(tmp_path: Path) -> None:
+    asked = load_config(config_file(tmp_path, steps=1, save_every=0))
+    actor = TrainerActor.__new__(TrainerActor)  # without the process around it, whose log goes to a file
+    actor._gave_room = False
+    actor._trainer = MegatronTrainer(trainer_config(asked), rank=0, world_size=1, init_method=None, device_index=0)
+    try:
+        made = [actor.make_room(offload) for offload in (False, True, True, False)]
+        assert [report["what"] for report in made] == [(), ("gradients", "optimizer"), (), ()]
+        assert all(report["kept_gib"] == 0 for report in made), "a CPU has no allocator that keeps"
+        assert actor.take_room()["what"] == ("gradients", "optimizer")
+        assert actor.make_room(False)["what"] == actor.take_room()["what"] == ()
+    finally:
+        actor._trainer.close()
 
 
 def test_an_offload_that_keeps_its_memory_ends_the_run_with_the_figures() -> None:
