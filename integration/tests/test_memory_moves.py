@@ -44,11 +44,13 @@ def test_an_offload_that_returns_its_memory_is_measured() -> None:
     assert moved_metrics("offload", [report]) == {"memory/offload_gib": 12.0, "memory/offload_device_gib": 12.0}
     kept = [{**report, "bytes_copied": 0, "bytes_dropped": 0, "device_bytes": 0, "kept_gib": gib} for gib in (70, 71)]
     assert moved_metrics("offload", kept) == {"memory/offload_gib": 0.0, "memory/trainer_kept_gib": 71}
+    assert moved_metrics("offload", [{}, kept[0]]) == {"memory/offload_gib": 0.0, "memory/trainer_kept_gib": 70}
+    assert moved_metrics("offload", [{}, {}]) == {}, "there was room on every rank"
     on_a_cpu = {**report, "device_bytes": 0}
     assert moved_metrics("offload", [on_a_cpu]) == {"memory/offload_gib": 12.0}
 
 
-def test_state_leaves_once_and_only_where_asked_and_comes_back(tmp_path: Path) -> None:
+def test_state_leaves_once_and_only_where_asked_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = load_config(config_file(tmp_path, steps=1, save_every=0))
     actor = TrainerActor.__new__(TrainerActor)  # without the process around it, whose log goes to a file
     actor._gave_room = False
@@ -59,6 +61,12 @@ def test_state_leaves_once_and_only_where_asked_and_comes_back(tmp_path: Path) -
         assert all(report["kept_gib"] == 0 for report in made), "a CPU has no allocator that keeps"
         assert actor.take_room()["what"] == ("gradients", "optimizer")
         assert actor.make_room(False)["what"] == actor.take_room()["what"] == ()
+        memory = actor._trainer.memory()
+        for free, done in ((7.9, True), (8.0, False)):
+            monkeypatch.setattr(actor._trainer, "memory", lambda free=free: {**memory, "device_free_gib": free})
+            assert bool(actor.make_room(False)) is done, "nothing is emptied where there is room enough"
+        assert actor.make_room(False, enough_gib=float("inf")), "before engines start it always is"
+        assert actor.make_room(True)["what"] == ("gradients", "optimizer"), "what was asked to leave leaves"
     finally:
         actor._trainer.close()
 

@@ -2,8 +2,8 @@
 
 Step ``k`` (from 1) of a run::
 
-    offload          the trainer's unused memory goes back to the device (GPU); where there is no room for both,
-                     gradients and optimiser too
+    offload          where little of the device is free, the trainer's unused memory goes back to it (GPU); where there
+                     is no room for both, gradients and optimiser too
     rollout          every sample from weights of version k
     sleep, onload    engines give their memory back, the trainer takes its own (GPU; `vime_integration.sharing`)
     train            the optimiser steps of these samples

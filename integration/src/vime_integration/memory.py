@@ -25,18 +25,22 @@ def moved_metrics(kind: str, reports: Sequence[Mapping[str, Any]]) -> dict[str, 
 
     Args:
         kind: "offload" or "onload".
-        reports: One a rank: `vime_megatron`'s MoveReport as a dictionary, and ``kept_gib`` where room was made.
+        reports: One a rank: `vime_megatron`'s MoveReport as a dictionary, and ``kept_gib`` where room was made; empty
+            where there was room enough.
 
     Returns:
         ``memory/<kind>_gib``, bytes that crossed or were dropped, over all ranks; and on a GPU
         ``memory/<kind>_device_gib``, the change of free device memory as the driver reports it, and
-        ``memory/trainer_kept_gib``, what the fullest rank's allocator holds after making room.
+        ``memory/trainer_kept_gib``, what the fullest rank's allocator holds after making room. Nothing where no rank
+        had to make any.
 
     Raises:
         PipelineError: An offload returned less device memory than it moved; names rank and figures.
     """
-    moved = [int(report["bytes_copied"]) + int(report["bytes_dropped"]) for report in reports]
-    device = [int(report["device_bytes"]) for report in reports]
+    if not any(reports):
+        return {}
+    moved = [int(report.get("bytes_copied", 0)) + int(report.get("bytes_dropped", 0)) for report in reports]
+    device = [int(report.get("device_bytes", 0)) for report in reports]
     if any(device) and kind == "offload":
         for rank, (expected, seen) in enumerate(zip(moved, device, strict=True)):
             _check_returned(f"trainer-{rank}", expected / GIB, seen / GIB)

@@ -12,6 +12,7 @@ either way.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import resource
 import time
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 #: What leaves the device for the engines' sake.
 OFFLOADED: tuple[Literal["gradients", "optimizer"], ...] = ("gradients", "optimizer")
+#: Of a device, that is left for the batches of engines, whose caches are allocated already.
+ENOUGH_GIB = 8.0
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ class TrainerActor:
         self._publisher = Publisher(source, digest=config.sync.digest, **self._publish)
         self._publisher.stage(0)  # an engine that runs on this memory finds a whole version when it starts
         if make_room:
-            self.make_room(offload)
+            self.make_room(offload, enough_gib=math.inf)
         logger.info("rank %d of %d holds %d buffers", self._rank, world, len(source.buffers))
         return self._publisher.manifest()
 
@@ -203,19 +206,23 @@ class TrainerActor:
             prepared.append(sequences_of(rows, **more))
         return prepared
 
-    def make_room(self, offload: bool) -> dict[str, Any]:
+    def make_room(self, offload: bool, enough_gib: float = ENOUGH_GIB) -> dict[str, Any]:
         """Give device memory to the engines: what the allocator keeps unused and, if asked, state that can leave.
 
         The weights stay where they are: engines may run on them, and a sync reads them.
 
         Args:
             offload: Drop gradients and move the optimiser's state to the host.
+            enough_gib: Where so much of the device is free and nothing is to be moved, nothing is done: the next step
+                would have to ask the driver for all of it again.
 
         Returns:
             What was moved, nothing where it was away already, and ``kept_gib``, what the allocator holds now (0 on a
-            CPU).
+            CPU); nothing at all where nothing was done.
         """
         kinds = OFFLOADED if offload and not self._gave_room else ()
+        if not kinds and self._ready().memory().get("device_free_gib", 0.0) >= enough_gib:
+            return {}
         self._gave_room = self._gave_room or offload
         moved = self._ready().offload(kinds).to_dict()  # which empties the allocator's cache whatever it moves
         return moved | {"kept_gib": self._ready().memory().get("device_reserved_gib", 0.0)}
