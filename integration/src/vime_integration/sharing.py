@@ -4,8 +4,8 @@
 pipeline    where               what is chosen with everything on "auto"
 =========== =================== =======================================================================================
 colocated   GPU                 aliased: one copy of the weights; before engines generate, where little is free, the
-                                trainer gives back what its allocator keeps unused and, where there is no room for both then,
-                                its optimiser and gradients leave the GPU (`vime_integration.budget`)
+                                trainer gives back what its allocator keeps unused and, where there is no room for both
+                                then, its optimiser and gradients leave the GPU (`vime_integration.budget`)
 colocated   CPU                 copied through shared memory: there is nothing to save, and trainer and engines start
                                 at the same time; ``sync.mode = "alias"`` runs engines on the trainer's memory here too
 async       anywhere            copied: an engine that generates while the trainer writes needs weights of its own;
