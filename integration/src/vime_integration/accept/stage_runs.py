@@ -13,16 +13,12 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from vime_devices import Platform
-
 from vime_integration.accept.output import say
 from vime_integration.accept.record import Acceptance, Report, Threshold
-from vime_integration.accept.runs import Mode, example, metrics_of, overrides
+from vime_integration.accept.runs import LIMITS, Mode, example, metrics_of, overrides
 
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 ON_POLICY_DIFFERENCE = "train/on_policy_logprob_abs_diff"
-# float32 on both sides of one CPU leaves rounding; bfloat16 on a GPU: the figure of the published run on MI355X.
-LIMITS = {Platform.CPU: 1e-4, Platform.HIP: 0.012, Platform.CUDA: 0.012}
 AIM = 0.005
 _NOTHING = Threshold("runs that logged a step", "0", "1 or more", holds=False)
 LAUNCH = "from vime_grpo.cli import main; main()"
