@@ -31,6 +31,7 @@ from vime_rollout.errors import SampleError
 
 #: How far above 0 a logprob may lie: log-softmax in bfloat16 rounds that far.
 LOGPROB_SLACK = 1e-2
+_FLAGS = frozenset({0, 1})
 
 Message = Mapping[str, Any]
 
@@ -188,11 +189,10 @@ class Sample:
         for name, values in (("loss_mask", self.loss_mask), ("logprobs", self.logprobs)):
             if len(values) != length:
                 self._fail(name, f"{len(values)} entries", f"{length}, the response length")
-        if any(flag not in (0, 1) for flag in self.loss_mask):
+        if not _FLAGS.issuperset(self.loss_mask):
             self._fail("loss_mask", str(sorted(set(self.loss_mask))), "0 or 1 per token")
-        for position, logprob in enumerate(self.logprobs):
-            if not math.isfinite(logprob) or logprob > LOGPROB_SLACK:
-                self._fail(f"logprobs[{position}]", repr(logprob), "a finite number of at most 0")
+        if (position := first_bad_logprob(self.logprobs)) is not None:
+            self._fail(f"logprobs[{position}]", repr(self.logprobs[position]), "a finite number of at most 0")
         self._check_spans()
         if self.reward is not None and not math.isfinite(self.reward):
             self._fail("reward", repr(self.reward), "a finite number")
@@ -339,6 +339,28 @@ class SampleGroup:
         """Rebuild what ``to_dict`` returned, checking it again."""
         samples = tuple(Sample.from_dict(s) for s in values["samples"])
         return cls(prompt=Prompt.from_dict(values["prompt"]), samples=samples)
+
+
+def first_bad_logprob(logprobs: Sequence[float], above: float = -math.inf) -> int | None:
+    """Return where the first logprob is that is not finite, or not above ``above``, or more than 0 (beyond rounding).
+
+    Thousands of them are looked at between two answers of an engine, so they are first looked at together: a sum is
+    finite only if all its terms are (it may also overflow), and among finite numbers least and greatest tell the rest.
+
+    Args:
+        logprobs: Nats.
+        above: A number that marks what is no logprob.
+
+    Returns:
+        ``None`` when all are good.
+    """
+    low = above < min(logprobs, default=0.0) if above > -math.inf else True
+    if low and math.isfinite(sum(logprobs)) and max(logprobs, default=0.0) <= LOGPROB_SLACK:
+        return None
+    for position, logprob in enumerate(logprobs):
+        if not math.isfinite(logprob) or logprob <= above or logprob > LOGPROB_SLACK:
+            return position
+    return None
 
 
 def full_length(sample: Sample, values: Sequence[float], *, prompt_value: float = 0.0) -> tuple[float, ...]:

@@ -14,9 +14,10 @@ they were opened in, and a new loop gets new ones.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import httpx
@@ -31,6 +32,7 @@ _T = TypeVar("_T")
 _FIRST_PAUSE_S = 0.2
 _CONNECT_S = 10.0
 _KEEPALIVE_S = 2.0
+_GENERATE = "/inference/v1/generate"
 _PASSING_STATUS = frozenset({408, 425, 429})
 
 
@@ -158,23 +160,31 @@ class EngineClient:
         incarnation = self.incarnation
         attempts = 0
 
-        async def send() -> Any:
+        async def send() -> httpx.Response:
             nonlocal attempts
             attempts += 1
-            route = "/inference/v1/generate"
-            return await self._once(self._session(), "POST", route, json=request.to_wire(count), headers=headers)
+            body = request.to_wire(count)
+            return await self._answer(self._session(), "POST", _GENERATE, json=body, headers=headers)
 
         self._session()  # the slots belong to the running loop from here on
         started = time.monotonic()
         async with self._slots.hold(count):
             sent = time.monotonic()
-            body = await self._uncut(limit, incarnation, send)
+            response = await self._uncut(limit, incarnation, send)
         done = time.monotonic()
         most, stamped = request.sampling.max_tokens, self.dialect.stamps_tokens
-        generations = parse_generations(body, count, engine=self.name, max_tokens=most, stamped=stamped)
-        return tuple(replace(g, queue_s=sent - started, seconds=done - sent, attempts=attempts) for g in generations)
+        spent = {"queue_s": sent - started, "seconds": done - sent, "attempts": attempts}
+        with _no_collection():
+            return parse_generations(
+                _json(response, self._where("POST", _GENERATE)),
+                count,
+                engine=self.name,
+                max_tokens=most,
+                stamped=stamped,
+                **spent,
+            )
 
-    async def _uncut(self, limit: float, incarnation: int, send: Callable[[], Awaitable[Any]]) -> Any:
+    async def _uncut(self, limit: float, incarnation: int, send: Callable[[], Awaitable[_T]]) -> _T:
         """Send within the deadline, unless the server is cut off before or meanwhile."""
         scope = asyncio.timeout(limit)
         try:
@@ -244,7 +254,7 @@ class EngineClient:
             fix="send the request again",
         )
 
-    async def _retrying(self, send: Callable[[], Awaitable[Any]], what: str, incarnation: int) -> Any:
+    async def _retrying(self, send: Callable[[], Awaitable[_T]], what: str, incarnation: int) -> _T:
         for attempt in range(self._retries + 1):
             try:
                 return await send()
@@ -258,7 +268,14 @@ class EngineClient:
     async def _once(
         self, session: httpx.AsyncClient, method: str, path: str, *, text: bool = False, **options: Any
     ) -> Any:
-        where = f"engine {self.name}, {method} {self.url}{path}"
+        response = await self._answer(session, method, path, **options)
+        return (response.text or None) if text else _json(response, self._where(method, path))
+
+    def _where(self, method: str, path: str) -> str:
+        return f"engine {self.name}, {method} {self.url}{path}"
+
+    async def _answer(self, session: httpx.AsyncClient, method: str, path: str, **options: Any) -> httpx.Response:
+        where = self._where(method, path)
         try:
             response = await session.request(method, path, **options)
         except (httpx.TransportError, OSError, AttributeError) as error:
@@ -278,14 +295,33 @@ class EngineClient:
             raise EngineRequestError("engine refused the request", where=where, seen=_message(response))
         if not response.is_success:
             raise EngineBusyError("engine failed on the request", where=where, seen=_message(response))
-        if text or not response.content:
-            return response.text or None
-        try:
-            return response.json()
-        except ValueError as error:
-            raise EngineResponseError(
-                "engine answered something that is no JSON", where=where, seen=response.text[:200]
-            ) from error
+        return response
+
+
+def _json(response: httpx.Response, where: str) -> Any:
+    """Return the decoded answer, ``None`` for an empty one."""
+    try:
+        return response.json() if response.content else None
+    except ValueError as error:
+        raise EngineResponseError(
+            "engine answered something that is no JSON", where=where, seen=response.text[:200]
+        ) from error
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from running meanwhile; nothing may be waited for.
+
+    An answer has three containers of JSON for each token, of which nothing is left a moment later. Their number alone
+    has the collector look at everything that lives in the process, again and again: for longer than decoding takes.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _message(response: httpx.Response) -> str:

@@ -15,18 +15,19 @@ unknown cannot be trained on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from vime_rollout.errors import EngineResponseError, RolloutError
-from vime_rollout.sample import LOGPROB_SLACK, SampleStatus, VersionSpan
+from vime_rollout.sample import SampleStatus, VersionSpan, first_bad_logprob
 
 #: What vLLM sends in place of a logprob that is NaN or -inf.
 LOGPROB_SENTINEL = -9999.0
 
 _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
+_TOKEN_ID, _TOKEN, _LOGPROB = itemgetter("token_id"), itemgetter("token"), itemgetter("logprob")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class Generation:
 
 
 def parse_generations(
-    body: Mapping[str, Any], count: int, *, engine: str, max_tokens: int, stamped: bool = True
+    body: Mapping[str, Any], count: int, *, engine: str, max_tokens: int, stamped: bool = True, **spent: Any
 ) -> tuple[Generation, ...]:
     """Check an answer of ``/inference/v1/generate`` and return its responses, in the order of their seeds.
 
@@ -172,6 +173,7 @@ def parse_generations(
         max_tokens: Most tokens asked for.
         stamped: Whether the engine stamps tokens with versions and names them by integer ids (vLLM 0.32). Without, the
             versions are left empty, for the caller to fill in.
+        spent: ``queue_s``, ``seconds`` and ``attempts`` of the responses.
 
     Raises:
         EngineResponseError: When anything about it is not as the module's docstring says.
@@ -183,15 +185,18 @@ def parse_generations(
         raise _no_completion(body, engine, error) from error
     if not complete:
         _bad(engine, "number of choices", f"choices {sorted(choices)}", f"0 to {count - 1}, each once")
-    return tuple(_parse(choices[index], engine, max_tokens, stamped=stamped) for index in range(count))
+    return tuple(_parse(choices[index], engine, max_tokens, stamped, spent) for index in range(count))
 
 
-def _parse(choice: Mapping[str, Any], engine: str, max_tokens: int, *, stamped: bool) -> Generation:
+def _parse(
+    choice: Mapping[str, Any], engine: str, max_tokens: int, stamped: bool, spent: Mapping[str, Any]
+) -> Generation:
     try:
-        tokens = tuple(int(t) for t in choice["token_ids"])
+        # No loops of Python over the tokens, of which thousands come at a time.
+        tokens = tuple(map(int, choice["token_ids"]))
         entries = (choice["logprobs"] or {}).get("content") or []
-        scored = tuple(int(e["token_id"]) if stamped else _id_of(e["token"]) for e in entries)
-        logprobs = tuple(float(e["logprob"]) for e in entries)
+        scored = tuple(map(int, map(_TOKEN_ID, entries)) if stamped else map(_id_of, map(_TOKEN, entries)))
+        logprobs = tuple(map(float, map(_LOGPROB, entries)))
         spans = tuple(_span(s, engine) for s in choice["weight_versions"] or []) if stamped else ()
         reason = str(choice["finish_reason"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -202,17 +207,12 @@ def _parse(choice: Mapping[str, Any], engine: str, max_tokens: int, *, stamped: 
         _bad(engine, "number of tokens", str(len(tokens)), f"at most {max_tokens}")
     if scored != tokens:
         _bad(engine, "logprobs", f"{len(scored)} logprobs", f"one for each of the {len(tokens)} tokens")
-    for position, logprob in enumerate(logprobs):
-        if not math.isfinite(logprob) or logprob <= LOGPROB_SENTINEL or logprob > LOGPROB_SLACK:
-            _bad(
-                engine,
-                f"logprob of token {position}",
-                repr(logprob),
-                "finite and at most 0 (NaN or -inf in the model?)",
-            )
+    if (position := first_bad_logprob(logprobs, above=LOGPROB_SENTINEL)) is not None:
+        expected = "finite and at most 0 (NaN or -inf in the model?)"
+        _bad(engine, f"logprob of token {position}", repr(logprobs[position]), expected)
     if stamped:
         _check_cover(engine, spans, len(tokens))
-    return Generation(tokens, logprobs, spans, _STATUS[reason], engine=engine)
+    return Generation(tokens, logprobs, spans, _STATUS[reason], engine=engine, **spent)
 
 
 def _no_completion(answer: object, engine: str, error: Exception) -> EngineResponseError:
