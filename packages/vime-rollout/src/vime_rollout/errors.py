@@ -7,6 +7,9 @@ the rest are facts about the input or the set-up, and trying again would only re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from vime_devices import VimeError
 
 
@@ -80,3 +83,18 @@ class EngineTornError(EngineError):
 
 class VersionMismatchError(EngineError):
     """Tokens were sampled by other weights than those that were asked for."""
+
+
+@contextmanager
+def noting(note: str) -> Iterator[None]:
+    """Add a note, once, to an error of this package that leaves the block; a sample that was cut on purpose is none.
+
+    Args:
+        note: What the error is about, such as which sample.
+    """
+    try:
+        yield
+    except RolloutError as error:
+        if not isinstance(error, SampleCutError) and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise

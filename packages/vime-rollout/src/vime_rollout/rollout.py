@@ -18,17 +18,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from vime_rollout.engine.remote import Engine
 from vime_rollout.engine.request import Generation, SamplingParams
-from vime_rollout.errors import EngineTimeoutError, RolloutError, SampleCutError
+from vime_rollout.errors import EngineTimeoutError, RolloutError, SampleCutError, noting
 from vime_rollout.partial import PartialSamples
-from vime_rollout.rewards.base import Reward
+from vime_rollout.rewards.base import Reward, name_of
+from vime_rollout.rewards.grader import WorkerReward
 from vime_rollout.sample import Prompt, Sample, SampleGroup
-from vime_rollout.single_turn import begin_together, go_on, single_turn
+from vime_rollout.single_turn import assemble, begin_together, go_on, single_turn, whole
 from vime_rollout.together import Slots, all_of
 from vime_rollout.tokens import Encoder
 
@@ -230,13 +231,15 @@ class Rollout:
         if len(indices) == 1:
             return [await self._alone(prompt, indices[0], version, slots)]
         async with slots.hold(len(indices)):
-            try:
-                begun = await begin_together(self, prompt, indices, version)
-            except RolloutError as error:
-                error.add_note(f"samples {indices[0]} to {indices[-1]} of group {prompt.group_id}")
-                raise
-            pairs = zip(indices, begun, strict=True)
-            return list(await all_of(self._finish(prompt, index, version, parts) for index, parts in pairs))
+            with noting(f"samples {indices[0]} to {indices[-1]} of group {prompt.group_id}"):
+                begun = dict(zip(indices, await begin_together(self, prompt, indices, version), strict=True))
+            cut = {index: parts for index, parts in begun.items() if not whole(self, prompt, parts)}
+            ended = {index: parts for index, parts in begun.items() if index not in cut}
+            goes_on = (self._finish(prompt, index, version, parts) for index, parts in cut.items())
+            work: list[Coroutine[Any, Any, Sequence[Sample]]] = [self._score_together(prompt, ended), *goes_on]
+            at_once, *later = await all_of(work)
+        made = {sample.index: (sample,) for sample in at_once} | {records[0].index: tuple(records) for records in later}
+        return [made[index] for index in indices]
 
     async def _alone(self, prompt: Prompt, index: int, version: int | None, slots: Slots) -> tuple[Sample, ...] | None:
         if self.partial is not None and (finished := self.partial.finished(prompt, index, version)) is not None:
@@ -254,17 +257,26 @@ class Rollout:
         self, prompt: Prompt, index: int, version: int | None, begun: list[Generation] | None = None
     ) -> tuple[Sample, ...]:
         """Return the scored records of one trajectory, from nothing or from what was begun of it."""
-        try:
+        with noting(f"sample {index} of group {prompt.group_id}"):
             made: Sample | Sequence[Sample]
             if begun is None:
                 made = await self._generate(self, prompt, index, version)
             else:
                 made = await go_on(self, prompt, index, version, begun)
             return await self._score((made,) if isinstance(made, Sample) else tuple(made))
-        except RolloutError as error:
-            if not isinstance(error, SampleCutError):
-                error.add_note(f"sample {index} of group {prompt.group_id}")
-            raise
+
+    async def _score_together(self, prompt: Prompt, responses: Mapping[int, list[Generation]]) -> list[Sample]:
+        """Return the scored samples of whole responses, by index: without a task for each where the reward can."""
+        samples = assemble(self, prompt, responses)
+        if not isinstance(self.reward, WorkerReward):
+            return await all_of(map(self._score_alone, samples))
+        scores = zip(samples, await self.reward.score_together(samples), strict=True)
+        return [sample.scored(score.value, score.reason, reward_s=seconds) for sample, (score, seconds) in scores]
+
+    async def _score_alone(self, sample: Sample) -> Sample:
+        with noting(name_of(sample)):
+            (scored,) = await self._score((sample,))
+        return scored
 
     async def _score(self, records: tuple[Sample, ...]) -> tuple[Sample, ...]:
         """Score the last record of a trajectory, and give all of them its score."""

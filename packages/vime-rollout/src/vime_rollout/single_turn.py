@@ -8,8 +8,9 @@ there, and the next step goes on from the same tokens with the weights of then.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from vime_rollout.engine.request import GenerateRequest, Generation
@@ -77,8 +78,9 @@ async def go_on(rollout: Rollout, prompt: Prompt, index: int, version: int | Non
     """
     budget = _budget(rollout, prompt)
     for _ in range(_MAX_CONTINUATIONS):
-        if parts and (parts[-1].status is not SampleStatus.ABORTED or _length(parts) >= budget):
-            return assemble(rollout, prompt, index, parts)
+        if _is_whole(parts, budget):
+            (sample,) = assemble(rollout, prompt, {index: parts})
+            return sample
         request = _request(rollout, prompt, index, parts, budget)
         kept = rollout.partial
         with contextlib.nullcontext() if kept is None else kept.sending(prompt, index, request):
@@ -94,6 +96,21 @@ async def go_on(rollout: Rollout, prompt: Prompt, index: int, version: int | Non
         seen=f"{len(parts)} parts, {_length(parts)} of {budget} tokens",
         fix="pause with mode keep or wait instead of abort, or abort less often",
     )
+
+
+def whole(rollout: Rollout, prompt: Prompt, parts: Sequence[Generation]) -> bool:
+    """Tell whether a response has ended, and need not be gone on with.
+
+    Args:
+        rollout: For the budget.
+        prompt: With tokens.
+        parts: What there is of the response.
+    """
+    return _is_whole(parts, _budget(rollout, prompt))
+
+
+def _is_whole(parts: Sequence[Generation], budget: int) -> bool:
+    return bool(parts) and (parts[-1].status is not SampleStatus.ABORTED or _length(parts) >= budget)
 
 
 def _holds(part: Generation) -> bool:
@@ -121,7 +138,7 @@ def _length(parts: Sequence[Generation]) -> int:
 
 def _request(rollout: Rollout, prompt: Prompt, index: int, parts: Sequence[Generation], budget: int) -> GenerateRequest:
     config, turn = rollout.config, len(parts)
-    so_far = tuple(token for part in parts for token in part.tokens)
+    so_far = tuple(chain.from_iterable(part.tokens for part in parts))
     sampling = replace(
         config.sampling,
         max_tokens=budget - len(so_far),
@@ -136,16 +153,46 @@ def _request(rollout: Rollout, prompt: Prompt, index: int, parts: Sequence[Gener
     )
 
 
-def assemble(rollout: Rollout, prompt: Prompt, index: int, parts: Sequence[Generation]) -> Sample:
-    """Join the parts of one response into an unscored sample whose every response token is trained on.
+def assemble(rollout: Rollout, prompt: Prompt, responses: Mapping[int, Sequence[Generation]]) -> list[Sample]:
+    """Join the parts of responses to one prompt into unscored samples whose every response token is trained on.
 
     Args:
-        rollout: For the decoder and the seed.
+        rollout: For the decoder and the seeds.
         prompt: With tokens.
-        index: Which sample of the group.
-        parts: At least one, in order; each continues the ones before.
+        responses: By the sample's index in its group; at least one part each, in order, each continues those before.
+
+    Returns:
+        The samples, in the order of the mapping.
     """
-    response = tuple(token for part in parts for token in part.tokens)
+    joined = {index: _join(parts) for index, parts in responses.items()}
+    texts = rollout.encoder.decode_many([response.tokens for response in joined.values()])
+    seed, length = rollout.seed_of(prompt, 0), len(prompt.tokens)
+    return [
+        Sample(
+            prompt_id=prompt.id,
+            group_id=prompt.group_id,
+            index=index,
+            tokens=prompt.tokens + response.tokens,
+            prompt_length=length,
+            loss_mask=(1,) * len(response.tokens),
+            logprobs=response.logprobs,
+            versions=response.versions,
+            # Cut at the very end of its budget it is as long as it may be: nobody is going to continue it.
+            status=SampleStatus.TRUNCATED if response.status is SampleStatus.ABORTED else response.status,
+            response=text,
+            seed=seed + index,
+            label=prompt.label,
+            metadata=prompt.metadata,
+            timings=Timings(response.queue_s, response.seconds, 0.0, response.attempts, response.engine),
+        )
+        for (index, response), text in zip(joined.items(), texts, strict=True)
+    ]
+
+
+def _join(parts: Sequence[Generation]) -> Generation:
+    """Return the parts of one response, at least one, as one."""
+    if len(parts) == 1 and len(parts[0].versions) <= 1:
+        return parts[0]
     spans: list[VersionSpan] = []
     offset = 0
     for part in parts:
@@ -155,25 +202,12 @@ def assemble(rollout: Rollout, prompt: Prompt, index: int, parts: Sequence[Gener
                 start = spans.pop().start
             spans.append(VersionSpan(span.version, start, end))
         offset += len(part.tokens)
-    return Sample(
-        prompt_id=prompt.id,
-        group_id=prompt.group_id,
-        index=index,
-        tokens=prompt.tokens + response,
-        prompt_length=len(prompt.tokens),
-        loss_mask=(1,) * len(response),
-        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
+    return replace(
+        parts[-1],
+        tokens=tuple(chain.from_iterable(part.tokens for part in parts)),
+        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
         versions=tuple(spans),
-        # Cut at the very end of its budget it is as long as it may be: nobody is going to continue it.
-        status=SampleStatus.TRUNCATED if parts[-1].status is SampleStatus.ABORTED else parts[-1].status,
-        response=rollout.encoder.decode(response),
-        seed=rollout.seed_of(prompt, index),
-        label=prompt.label,
-        metadata=prompt.metadata,
-        timings=Timings(
-            queue_s=sum(p.queue_s for p in parts),
-            generate_s=sum(p.seconds for p in parts),
-            attempts=sum(p.attempts for p in parts),
-            engine=parts[-1].engine,
-        ),
+        queue_s=sum(part.queue_s for part in parts),
+        seconds=sum(part.seconds for part in parts),
+        attempts=sum(part.attempts for part in parts),
     )

@@ -29,10 +29,11 @@ class Encoder:
 
     def __init__(self, model: str | Path, *, template_options: Mapping[str, Any] | None = None) -> None:
         """Load the tokenizer from the folder; nothing is fetched from a network."""
-        from transformers import AutoTokenizer  # deferred: it takes seconds to import
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # deferred: they take seconds to import
 
         self.model = str(model)
         self._options = dict(template_options or {})
+        self._plain: Any = PreTrainedTokenizerFast
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(self.model, local_files_only=True)
         except (OSError, ValueError) as error:
@@ -104,7 +105,22 @@ class Encoder:
             tokens: Ids.
             special: Write special tokens as the template does, instead of leaving them out.
         """
-        decoded = self._tokenizer.decode(
-            list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
-        )
-        return str(decoded)
+        (text,) = self.decode_many([tokens], special=special)
+        return text
+
+    def decode_many(self, responses: Sequence[Sequence[int]], *, special: bool = False) -> list[str]:
+        """Return the texts of several token sequences; where the tokenizer can, side by side on the host's cores.
+
+        Args:
+            responses: Ids of each.
+            special: As for ``decode``.
+        """
+        kind, plain = type(self._tokenizer), self._plain
+        if issubclass(kind, plain) and (kind.decode, kind._decode) == (plain.decode, plain._decode):
+            # What is behind it: all else that it does is to look at every id in turn.
+            backend = self._tokenizer.backend_tokenizer
+            if len(responses) == 1:
+                return [str(backend.decode(list(responses[0]), skip_special_tokens=not special))]
+            return list(backend.decode_batch([list(r) for r in responses], skip_special_tokens=not special))
+        options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+        return [str(self._tokenizer.decode(list(response), **options)) for response in responses]

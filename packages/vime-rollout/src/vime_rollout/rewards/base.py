@@ -85,7 +85,7 @@ class FunctionReward:
                 raise
             raise RewardError(
                 "reward function failed",
-                where=f"reward {self.name}, {_name(sample)}",
+                where=f"reward {self.name}, {name_of(sample)}",
                 seen=f"{type(error).__name__}: {error}",
             ) from error
         return checked(answer, self.name, sample)
@@ -104,7 +104,7 @@ def checked(answer: object, name: str, sample: Sample) -> Score:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise RewardError(
             "reward is no finite number",
-            where=f"reward {name}, {_name(sample)}",
+            where=f"reward {name}, {name_of(sample)}",
             seen=f"{value!r} ({type(value).__name__})",
             expected="float or Score",
         )
@@ -119,7 +119,7 @@ def need_label(sample: Sample, name: str) -> str:
     """
     if sample.label is None:
         raise RewardError(
-            "reward needs a label", where=f"reward {name}, {_name(sample)}", fix="set the data set's label key"
+            "reward needs a label", where=f"reward {name}, {name_of(sample)}", fix="set the data set's label key"
         )
     return sample.label
 
@@ -135,5 +135,6 @@ def load_function(path: str, options: Mapping[str, Any]) -> RewardFunction:
     return dotted.bind(target, path, kind, form, ("sample",), options=options, asynchronous=True, error=RewardError)
 
 
-def _name(sample: Sample) -> str:
+def name_of(sample: Sample) -> str:
+    """Return the sample's name in errors."""
     return f"sample {sample.index} of group {sample.group_id}"
