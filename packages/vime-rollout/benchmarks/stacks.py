@@ -33,6 +33,27 @@ SERVER: Mapping[str, tuple[str, ...]] = {
     "HTTP and middleware": ("uvicorn/", "starlette/", "fastapi/", "prometheus_fastapi"),
     "event loop and the rest": ("",),
 }
+#: The same two processes while many tokens come, finer (``token_cost.py``).
+SERVER_TOKENS: Mapping[str, tuple[str, ...]] = {
+    "answer: objects for every token": ("_create_tokens_logprobs",),
+    "answer: dictionaries, JSON": ("JSONResponse", "model_dump", "json/encoder"),
+    "unpacking what the core sent": ("serial_utils",),
+    "statistics": ("_update_stats_from", "IterationStats", "LoRARequestStates", "StatLogger", "vllm/v1/metrics"),
+    "logprobs": ("LogprobsProcessor", "append_logprobs"),
+    "detokenizer (off)": ("detokenizer",),
+    "outputs of the core, the rest": ("output_handler", "process_outputs_socket", "get_output_async"),
+    "requests, HTTP, event loop": ("",),
+}
+CORE_TOKENS: Mapping[str, tuple[str, ...]] = {
+    "sending outputs (a thread)": ("process_output_sockets",),
+    "receiving requests (a thread)": ("process_input_sockets",),
+    "model": ("_model_forward", "models/", "compute_logits"),
+    "sampling and its bookkeeping": ("sample_tokens",),
+    "inputs of the model": ("execute_model",),
+    "scheduling": ("schedule (", ".schedule"),
+    "update_from_output": ("update_from_output",),
+    "the rest": ("",),
+}
 
 
 class Recorder:
