@@ -96,6 +96,7 @@ class SamplingParams:
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
             "detokenize": bool(self.stop),  # text is needed to find stop strings, and for nothing else
+            "flat_logprobs": True,  # a few lists a sample in the server, not objects for each token to collect
             "skip_special_tokens": True,
         }
 
