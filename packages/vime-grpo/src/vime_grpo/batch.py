@@ -157,23 +157,9 @@ def build_batch(
     for position, sample in enumerate(samples):
         _check(sample, position)
     weights_b = token_weights([sum(sample.loss_mask) for sample in samples], aggregation, horizon)
+    kept = None if on_policy is None else [_kept(on_policy, i, sample) for i, sample in enumerate(samples)]
+    long = _long_fields(samples, advantages_b, weights_b, kept)
     lengths = [len(sample.tokens) for sample in samples]
-    # The rows lie end to end (``t``) while they are made: many short tensors would take ten times as long.
-    row_t = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths))
-    mask_t = _end_to_end(samples, [sample.loss_mask for sample in samples])
-    logprob_t = _end_to_end(samples, [sample.logprobs for sample in samples])
-    if not bool(torch.isfinite(logprob_t).all()):
-        _not_finite(samples, int(row_t[~torch.isfinite(logprob_t)][0]))
-    weight_t = mask_t * weights_b[row_t]
-    if on_policy is not None:
-        weight_t = weight_t * _end_to_end(samples, [_kept(on_policy, i, sample) for i, sample in enumerate(samples)])
-    long = {
-        "weight": weight_t,
-        "advantage": (mask_t != 0) * advantages_b[row_t],
-        "rollout_logprob": logprob_t,
-        # Whole numbers are exact in float32 up to 2**24, far above the samples of a step.
-        "sequence": (row_t + 1).float(),
-    }
     fields = {name: torch.split(values_t, lengths) for name, values_t in long.items()}
     tokens = torch.split(
         torch.tensor([token for sample in samples for token in sample.tokens], dtype=torch.int64), lengths
@@ -183,7 +169,7 @@ def build_batch(
         if source is not None:
             for position, (row, sample) in enumerate(zip(rows, samples, strict=True)):
                 row.fields[name] = _given(source, position, sample, name)
-    if on_policy is not None and not bool(weight_t.any()):
+    if on_policy is not None and not bool(long["weight"].any()):
         raise BatchError(
             "nothing to train on",
             seen="every trained token is off policy, and those are masked",
@@ -191,6 +177,25 @@ def build_batch(
             "pipeline.max_weight_lag",
         )
     return rows
+
+
+def _long_fields(
+    samples: Sequence[SampleLike], advantages_b: Tensor, weights_b: Tensor, kept: Sequence[Sequence[int]] | None
+) -> dict[str, Tensor]:
+    """Return the fields of all rows laid end to end ``[t]``: many short tensors would take ten times as long."""
+    row_t = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor([len(s.tokens) for s in samples]))
+    mask_t = _end_to_end(samples, [sample.loss_mask for sample in samples])
+    logprob_t = _end_to_end(samples, [sample.logprobs for sample in samples])
+    if not bool(torch.isfinite(logprob_t).all()):
+        _not_finite(samples, int(row_t[~torch.isfinite(logprob_t)][0]))
+    weight_t = mask_t * weights_b[row_t]
+    return {
+        "weight": weight_t if kept is None else weight_t * _end_to_end(samples, kept),
+        "advantage": (mask_t != 0) * advantages_b[row_t],
+        "rollout_logprob": logprob_t,
+        # Whole numbers are exact in float32 up to 2**24, far above the samples of a step.
+        "sequence": (row_t + 1).float(),
+    }
 
 
 def token_weights(trained: Sequence[int], aggregation: str, horizon: int | None = None) -> Tensor:
