@@ -28,6 +28,14 @@ def run_folder(tmp_path: Path) -> Path:
             row = {"rollout/raw_reward": step / 10, "rollout/response_lengths": 4.0, "rollout/samples": 256.0}
             rates = {"perf/tokens_per_gpu_per_sec": 512.0, "perf/actor_train_tok_per_s": 2000.0}
             writer.write(step, times | row | rates | {"perf/step_time": slow * 8.0})
+    spans = [
+        (1, "rollout", 50.0, 61.0),
+        (1, "train", 61.0, 150.0),
+        (2, "rollout", 151.0, 153.0),
+        (3, "train", 155.0, 168.4),
+    ]
+    lines = [json.dumps({"step": step, "phase": name, "begin": b, "end": e}) for step, name, b, e in spans]
+    (folder / "phases.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -46,3 +54,4 @@ def test_the_first_step_counts_in_curves_and_not_in_medians(run_folder: Path, mo
     assert found["tokens_per_gpu_per_sec_of_the_step"] == pytest.approx(1024 / 8.8)
     assert found["curves"]["rollout/raw_reward"] == [0.1, 0.2, 0.3]
     assert found["mean"]["rollout/raw_reward"] == pytest.approx(0.2)
+    assert found["step_ended_after_s"] == [100.0, 103.0, 118.4], "from the beginning of the first phase"
