@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import os
 
 import pytest
 from hypothesis import given
@@ -161,6 +162,29 @@ async def test_the_sample_that_cannot_be_scored_is_named(make_sample, payload, w
         reward.close()
     with pytest.raises(RewardError, match="closed"):
         await reward.score_together(samples[:2])
+
+
+ENDING = """
+import os
+def grade(payload):
+    if payload[0] == 4:  # the last of the batch: end when its answer is written, before that is told
+        real = os.write
+        os.write = lambda file, data: os._exit(3) if data == b"." else real(file, data)
+    return payload
+"""
+
+
+async def test_a_worker_that_ends_after_its_last_answer_costs_no_score(make_sample, tmp_path, monkeypatch):
+    (tmp_path / "ending_grader.py").write_text(ENDING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    reward = WorkerReward("w", "ending_grader:grade", indices, timeout_s=30, workers=1)
+    reward._seconds = 1e-6  # as after many quick payloads: all five are one batch
+    try:
+        for _ in range(2):
+            told = await reward.score_together([make_sample(index=index) for index in range(5)])
+            assert [score.value for score, _ in told] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    finally:
+        reward.close()
 
 
 async def test_scores_that_nobody_waits_for_any_more_are_not_made(make_sample):

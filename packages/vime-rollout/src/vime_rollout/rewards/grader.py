@@ -200,6 +200,8 @@ class WorkerReward:
                     outcomes.append(Score(answer["value"], answer["reason"]))
         except _WorkerGoneError as gone:
             self._discard(worker)
+            if len(outcomes) == len(batch):  # it ended with all of its work done; the next one gets what comes next
+                return outcomes
             if gone.timed_out:
                 outcomes.append(Score(0.0, f"{TIMEOUT_REASON} after {self._timeout_s:g} s"))
             else:
