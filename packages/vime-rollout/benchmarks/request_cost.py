@@ -163,28 +163,38 @@ async def where(
     return {name: recorder.stop(classes[name]) for name, recorder in recorders.items()}
 
 
-def main() -> int:
-    """Measure and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options(about: str, spy_s: float) -> argparse.ArgumentParser:
+    """Return a parser of what the benchmarks of one engine have in common."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("model")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=12, help="of every response")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--gpu", dest="cpu", action="store_false", help="the engine runs on a GPU")
     parser.add_argument("--py-spy", default="", help="the program; also record what the time is spent on")
-    parser.add_argument("--spy-s", type=float, default=15.0)
+    parser.add_argument("--spy-s", type=float, default=spy_s)
     parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="request-cost-") as folder:
-        result = asyncio.run(compare(arguments, Path(folder)))
+    return parser
+
+
+def header(arguments: argparse.Namespace, **shape: int) -> dict[str, Any]:
+    """Return what a report of theirs begins with."""
     vllm = metadata.packages_distributions()["vllm"][0]
-    report = {
+    return {
         "date": datetime.now(tz=UTC).date().isoformat(),
         "hardware": {"machine": platform.machine(), "cpus": len(os.sched_getaffinity(0)), "gpu": not arguments.cpu},
         "versions": {"python": platform.python_version()} | {n: metadata.version(n) for n in (vllm, *PACKAGES)},
-        "shape": {"prompts": arguments.prompts, "samples": max(SIZES), "tokens": arguments.tokens},
-        **result,
+        "shape": shape,
     }
+
+
+def main() -> int:
+    """Measure and write the JSON."""
+    parser = options(__doc__.splitlines()[0], spy_s=15.0)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=12, help="of every response")
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="request-cost-") as folder:
+        result = asyncio.run(compare(arguments, Path(folder)))
+    report = header(arguments, prompts=arguments.prompts, samples=max(SIZES), tokens=arguments.tokens) | result
     arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(json.dumps(report["milliseconds_per_sample"]) + "\n" + json.dumps(report["milliseconds"]) + "\n")
     return 0

@@ -15,21 +15,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import statistics
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import httpx
-from request_cost import PACKAGES, Clocks
+from request_cost import Clocks, header, options
 from stacks import CORE_TOKENS, SERVER_TOKENS, Recorder
 from token_settings import BASE, BEGINNINGS, SETTINGS, Setting
 from vime_rollout import CpuOptions, EngineConfig, GenerateRequest, SamplingParams, VLLMEngine
@@ -164,29 +160,18 @@ async def where(arguments: argparse.Namespace, folder: Path, base: Driven) -> di
 
 def main() -> int:
     """Measure and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
+    parser = options(__doc__.splitlines()[0], spy_s=20.0)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8, help="of every request")
     parser.add_argument("--prompt-tokens", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=128, help="of every sample")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", action="append", default=[], metavar="SETTING", help="measure these alone")
-    parser.add_argument("--gpu", dest="cpu", action="store_false", help="the engine runs on a GPU")
-    parser.add_argument("--py-spy", default="", help="the program; also record what the time is spent on")
-    parser.add_argument("--spy-s", type=float, default=20.0)
-    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="token-cost-") as folder:
         result = asyncio.run(compare(arguments, Path(folder)))
-    vllm = metadata.packages_distributions()["vllm"][0]
-    report = {
-        "date": datetime.now(tz=UTC).date().isoformat(),
-        "hardware": {"machine": platform.machine(), "cpus": len(os.sched_getaffinity(0)), "gpu": not arguments.cpu},
-        "versions": {"python": platform.python_version()} | {n: metadata.version(n) for n in (vllm, *PACKAGES)},
-        "shape": {name: getattr(arguments, name) for name in ("requests", "samples", "tokens", "rounds")},
-        **result,
-    }
+    shape = {name: getattr(arguments, name) for name in ("requests", "samples", "tokens", "rounds")}
+    report = header(arguments, **shape) | result
     if arguments.only and arguments.out.exists():
         earlier = json.loads(arguments.out.read_text(encoding="utf-8"))
         report["settings"] = earlier["settings"] | report["settings"]
