@@ -14,8 +14,9 @@ who gives back what (nobody, where an asynchronous run shares devices)::
     update_weights   the trainer's whole state, and the engine's share: its weights only where it slept
 
 What the trainer holds is what it has allocated. Its allocator keeps more after a step (of the 8B shape on two H200 110
-GiB reserved, 69 allocated), so before engines generate it returns what is unused, whether state leaves too or not; some
-2% stay in blocks that are partly used. Engines allocate for their batches as they go, each within its share.
+GiB reserved, 69 allocated), so where little of the device is free (`actors.trainer.ENOUGH_GIB`) it returns what is
+unused before engines generate, whether state leaves too or not; some 2% stay in blocks that are partly used. Engines
+allocate for their batches as they go, each within its share.
 
 An engine that runs on the trainer's memory has no weights of its own. One that somebody else started is where he put
 it, and only the trainer is asked about.
