@@ -6,6 +6,8 @@ Directly: the same requests, one for the samples of each prompt, are sent by the
 sampling and the same kind of prompts, and the answers are thrown away. Through the pipeline: the rollout of a step,
 with pool, checks of versions, decoding, scoring by the run's reward and the rows of a training batch. Both take turns
 on one engine; the first round of each is warm-up. What the pipeline loses is what it does beside waiting for tokens.
+To say where, the seconds of a round through the pipeline are split: until the engine's last answer is there, from then
+until the last group is scored, and for the batch.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import tempfile
 import time
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from vime_rollout import (
     EngineConfig,
     EnginePool,
     GenerateRequest,
+    Generation,
     Prompt,
     Rollout,
     VLLMEngine,
@@ -41,7 +45,20 @@ from vime_rollout import (
     open_data_source,
 )
 
+PARTS = ("until the last answer", "until all are scored", "batch")
 PACKAGES = ("ray", "torch", "transformers", "megatron-core")
+
+
+class Watched(EnginePool):
+    """A pool that notes when its last answer came."""
+
+    last_answer = 0.0
+
+    async def generate_many(self, request: GenerateRequest, count: int, **terms: Any) -> tuple[Generation, ...]:
+        """Ask as the pool does."""
+        answers = await super().generate_many(request, count, **terms)
+        self.last_answer = time.perf_counter()
+        return answers
 
 
 async def direct(engine: VLLMEngine, rollout: Rollout, prompts: list[Prompt]) -> int:
@@ -60,12 +77,16 @@ async def direct(engine: VLLMEngine, rollout: Rollout, prompts: list[Prompt]) ->
     return sum(len(generation.tokens) for answer in answers for generation in answer)
 
 
-async def through(config: Any, rollout: Rollout, prompts: list[Prompt], version: int) -> int:
-    """Make the rollout of these prompts and its batch, and return the tokens that came."""
-    groups = await rollout.run(prompts, version=version)
+async def through(config: Any, rollout: Rollout, pool: Watched, prompts: list[Prompt]) -> tuple[int, dict[str, float]]:
+    """Make the rollout of these prompts and its batch; return the tokens that came and the seconds of each part."""
+    marks = [time.perf_counter()]
+    groups = await rollout.run(prompts, version=1)
+    marks += [pool.last_answer, time.perf_counter()]
     samples = [sample for group in groups for sample in group]
-    make_batch(samples, config, version)
-    return sum(sample.response_length for sample in samples)
+    make_batch(samples, config, 1)
+    marks.append(time.perf_counter())
+    parts = dict(zip(PARTS, (later - sooner for sooner, later in pairwise(marks)), strict=True))
+    return sum(sample.response_length for sample in samples), parts
 
 
 async def measure(config: Any, rounds: int, folder: Path) -> dict[str, Any]:
@@ -94,9 +115,11 @@ async def measure(config: Any, rounds: int, folder: Path) -> dict[str, Any]:
         config.reward.name or config.reward.path or "", timeout_s=config.reward.timeout_s, options=config.reward.options
     )
     speeds: dict[str, list[float]] = {"direct": [], "through": []}
+    seconds: dict[str, list[float]] = {name: [] for name in ("direct", *PARTS)}
     try:
         await engine.start()
-        rollout = Rollout(EnginePool([engine]), encoder, reward, rollout_config(config))
+        pool = Watched([engine])
+        rollout = Rollout(pool, encoder, reward, rollout_config(config))
         for number in range(rounds + 1):
             # Prompts are new each round for both, so neither finds the other's in the prefix cache.
             for name in ("direct", "through") if number % 2 else ("through", "direct"):
@@ -104,10 +127,13 @@ async def measure(config: Any, rounds: int, folder: Path) -> dict[str, Any]:
                 began = time.perf_counter()
                 if name == "direct":
                     tokens = await direct(engine, rollout, prompts)
+                    parts = {"direct": time.perf_counter() - began}
                 else:
-                    tokens = await through(config, rollout, prompts, 1)
+                    tokens, parts = await through(config, rollout, pool, prompts)
                 if number:
-                    speeds[name].append(tokens / (time.perf_counter() - began))
+                    speeds[name].append(tokens / sum(parts.values()))
+                    for part, value in parts.items():
+                        seconds[part].append(value)
     finally:
         reward.close()
         await engine.stop()
@@ -115,6 +141,7 @@ async def measure(config: Any, rounds: int, folder: Path) -> dict[str, Any]:
     return {
         "tokens_per_second": speeds,
         "median": medians,
+        "median_seconds": {part: statistics.median(values) for part, values in seconds.items()},
         "through_over_direct": medians["through"] / medians["direct"],
     }
 
@@ -145,6 +172,7 @@ def main() -> int:
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(json.dumps(report["median"]) + f" ratio {report['through_over_direct']:.3f}\n")
+    sys.stdout.write(json.dumps(report["median_seconds"]) + "\n")
     return 0
 
 
