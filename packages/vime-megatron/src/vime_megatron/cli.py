@@ -36,7 +36,7 @@ def plan(
     context: Annotated[int, typer.Option(help="Context-parallel size.")] = 1,
     expert: Annotated[int, typer.Option(help="Expert-parallel size.")] = 1,
     tokens: Annotated[int, typer.Option(help="Token budget of a micro-batch.")] = 8192,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     recompute: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
     distributed: Annotated[bool, typer.Option(help="Shard the optimiser over data-parallel ranks.")] = False,
 ) -> None:
@@ -73,7 +73,7 @@ def convert(
     tensor: Annotated[int, typer.Option(help="Tensor-parallel size, under torchrun.")] = 1,
     pipeline: Annotated[int, typer.Option(help="Pipeline-parallel size, under torchrun.")] = 1,
     expert: Annotated[int, typer.Option(help="Expert-parallel size, under torchrun.")] = 1,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32, for a new checkpoint.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32, for a new checkpoint.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
     """Make a step-0 checkpoint of a Hugging Face folder, or a Hugging Face folder of a checkpoint.

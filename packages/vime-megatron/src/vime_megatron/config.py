@@ -6,13 +6,14 @@ Python values only: importing this module needs no torch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from vime_megatron.errors import TrainerError
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 HeadDtype = Literal["model", "float32"]
 AttentionBackend = Literal["auto", "sdpa", "varlen", "flash", "te"]
@@ -31,6 +32,13 @@ def _require_choices(settings: object, **choices: Any) -> None:
     for name, kind in choices.items():
         value, known = getattr(settings, name), get_args(kind)
         _require(value in known, name, value, "one of " + ", ".join(map(repr, known)))
+
+
+def _is_scale(value: object) -> bool:
+    """Tell what a loss may be scaled by; other numbers than powers of two would round every gradient."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value == "dynamic"
+    return 1 <= value < math.inf and math.frexp(value)[0] == 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +60,9 @@ class OptimizerSettings:
         weight_decay: Decoupled weight decay; biases and norms are left out.
         clip_grad: Global gradient norm above which gradients are scaled down; 0 means no clipping.
         distributed: Shard optimiser state over data-parallel ranks (Megatron's distributed optimiser).
+        loss_scale: What the loss is multiplied by for the backward pass of float16 (:mod:`vime_megatron.loss_scale`): a
+            fixed power of two, or ``dynamic``, which finds one. Other types are not scaled.
+        loss_scale_window: Steps without an overflow after which a dynamic scale is doubled.
     """
 
     lr: float = 1e-6
@@ -65,6 +76,8 @@ class OptimizerSettings:
     weight_decay: float = 0.0
     clip_grad: float = 1.0
     distributed: bool = False
+    loss_scale: Literal["dynamic"] | float = "dynamic"
+    loss_scale_window: int = 100
 
     def __post_init__(self) -> None:
         """Check every value.
@@ -81,6 +94,13 @@ class OptimizerSettings:
         _require(self.eps > 0, "optimizer.eps", self.eps, "a positive number")
         _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "at least 0")
         _require(self.clip_grad >= 0, "optimizer.clip_grad", self.clip_grad, "at least 0")
+        _require(
+            _is_scale(self.loss_scale),
+            "optimizer.loss_scale",
+            self.loss_scale,
+            "'dynamic' or a power of two, at least 1",
+        )
+        _require(self.loss_scale_window >= 1, "optimizer.loss_scale_window", self.loss_scale_window, "at least 1")
         if self.schedule == "constant":
             expected = "None with schedule 'constant', which never falls"
             _require(self.decay_steps is None, "optimizer.decay_steps", self.decay_steps, expected)
@@ -170,6 +190,9 @@ class TrainerConfig:
         _require(limit is None or limit >= 1, "max_sequence_length", limit, "None or at least 1")
         _require(self.temperature > 0, "temperature", self.temperature, "a positive number (greedy has no gradient)")
         _require(self.timeout_s > 0, "timeout_s", self.timeout_s, "a positive number of seconds")
+        scale = self.optimizer.loss_scale
+        expected = f"'dynamic', which is not used, with dtype {self.dtype!r}: only float16 needs a scale"
+        _require(self.dtype == "float16" or scale == "dynamic", "optimizer.loss_scale", scale, expected)
         _require(
             not self.sequence_parallel or self.tensor_parallel > 1,
             "sequence_parallel",

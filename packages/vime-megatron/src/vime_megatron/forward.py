@@ -11,6 +11,7 @@ schedule is through, since ranks that left it would leave the others waiting.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -64,7 +65,7 @@ class Forward:
         model.config.finalize_model_grads_func = _finalize_sums
 
     def train(
-        self, batches: Iterator[MicroBatch], count: int, loss: TokenLoss
+        self, batches: Iterator[MicroBatch], count: int, loss: TokenLoss, *, scale: float = 1.0
     ) -> tuple[list[dict[str, Tensor]], Exception | None]:
         """Accumulate gradients over the micro-batches and reduce them over the ranks.
 
@@ -72,12 +73,15 @@ class Forward:
             batches: This rank's micro-batches.
             count: Their number, the same on every rank.
             loss: The injected loss.
+            scale: What the loss is multiplied by on its way back, and all gradients with it; not in what is returned.
 
         Returns:
             The sums of each micro-batch, ``loss`` among them; empty off the last pipeline stage. And what the loss
             raised on this rank, if it did: then the gradients stand for nothing (:func:`check_loss`).
         """
         self._failure = None
+        # Megatron calls it where a backward pass starts from a loss, which is on the last pipeline stage only.
+        self._model.config.grad_scale_func = None if scale == 1.0 else partial(operator.mul, scale)
         try:
             return self._run(batches, count, partial(self._training_loss, loss), training=True), self._failure
         finally:

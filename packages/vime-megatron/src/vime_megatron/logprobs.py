@@ -25,15 +25,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vime_megatron.config import HeadDtype
+from vime_megatron.config import HeadDtype, TrainerConfig
 from vime_megatron.kernels import PLAIN, HalfTypes, Kernels, plain
 from vime_megatron.platform.build import describe_build
+
+if TYPE_CHECKING:
+    from vime_megatron.parallel import Topology
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +60,22 @@ class VocabShard:
     chunk: int
     kernels: Kernels = PLAIN
     float32_logits: bool = False
+
+
+def vocab_shard(config: TrainerConfig, vocab: int, topology: Topology, kernels: Kernels) -> VocabShard:
+    """Return what this rank holds of a vocabulary.
+
+    Args:
+        config: Size of a chunk and type of the logits.
+        vocab: Token ids of the model.
+        topology: The tensor-parallel ranks, which share them.
+        kernels: What will run over the logits.
+    """
+    each = -(-vocab // topology.layout.tp_size)
+    start = topology.layout.tp_rank * each
+    rows = max(0, min(each, vocab - start))
+    wide = config.head_dtype == "float32"
+    return VocabShard(start, rows, topology.tp_group, config.logprob_chunk_tokens, kernels, float32_logits=wide)
 
 
 def settle_logits(head: HeadDtype, dtype: torch.dtype, device: torch.device, kernels: Kernels, *, rank: int) -> str:

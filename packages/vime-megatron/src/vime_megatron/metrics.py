@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vime_megatron.loss_scale import LossScale
+
 if TYPE_CHECKING:
     from vime_megatron.parallel import Topology
 
@@ -35,6 +37,8 @@ class StepMetrics:
         tokens: Tokens of the global batch, prompts included.
         seconds: Wall time of the step on this rank.
         step: Updates done so far, this one included.
+        loss_scale: Loss scale of this update; ``None`` unless weights are float16.
+        redos: How often the gradients were computed anew with a lower scale, since they had overflowed.
     """
 
     loss: float
@@ -44,6 +48,8 @@ class StepMetrics:
     tokens: int
     seconds: float
     step: int
+    loss_scale: float | None = None
+    redos: int = 0
 
 
 @dataclass
@@ -52,9 +58,11 @@ class TrainerState:
 
     Attributes:
         step: Optimiser updates done.
+        loss_scale: For the next one.
     """
 
     step: int = 0
+    loss_scale: LossScale = LossScale()  # noqa: RUF009  # it is frozen
 
 
 def add_up(

@@ -18,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from vime_megatron.config import OptimizerSettings
+from vime_megatron.kernels import HalfTypes
 from vime_megatron.model.policy import PolicyModel
 
 
@@ -46,7 +47,7 @@ def build_optimizer(
     """Create the optimiser and its schedule.
 
     Args:
-        model: The wrapped model, weights loaded (bf16 models take their float32 masters from them).
+        model: The wrapped model, weights loaded (those in half precision give the float32 masters).
         settings: AdamW and schedule.
         dtype: Type of the weights.
 
@@ -63,7 +64,9 @@ def build_optimizer(
             adam_beta2=settings.beta2,
             adam_eps=settings.eps,
             clip_grad=0.0,  # vime_megatron.update clips
-            bf16=dtype is torch.bfloat16,
+            # For float16 too: to the optimiser this says half-precision weights under float32 masters. `fp16` would add
+            # Megatron's scaler: one more pass over all gradients, a wait for the device, and steps that are skipped.
+            bf16=dtype in HalfTypes,
             params_dtype=dtype,
             use_distributed_optimizer=settings.distributed,
         ),

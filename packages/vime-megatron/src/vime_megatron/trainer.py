@@ -23,6 +23,7 @@ from vime_megatron.config import TrainerConfig
 from vime_megatron.errors import ModelError, TrainerError
 from vime_megatron.families import load_family
 from vime_megatron.families.mapping import checkpoint_names, placements
+from vime_megatron.loss_scale import LossScale
 from vime_megatron.metrics import MemoryMeter, StepMetrics, TrainerState, add_up
 from vime_megatron.offload import MOVABLE, Movable, MoveReport, Parking
 from vime_megatron.platform import select_platform
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
     from vime_megatron.checkpoint.handle import SaveHandle
     from vime_megatron.checkpoint.storage import Progress
     from vime_megatron.kernels import Kernels
-    from vime_megatron.logprobs import VocabShard
     from vime_megatron.microbatch import MicroBatch
     from vime_megatron.model.core_attention import CoreAttention
+    from vime_megatron.update import Update
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class MegatronTrainer:
     ) -> None:
         """Join the group, build the model, load its weights, make the optimiser."""
         self.config = config
-        self.state = TrainerState()
+        self.state = TrainerState(loss_scale=LossScale.of(config))
         self._family, self.shape = load_family(config.model)
         self.max_length = config.max_sequence_length or self.shape.max_positions
         self._platform = select_platform(config.device, device_index)
@@ -115,6 +116,7 @@ class MegatronTrainer:
 
     def _build_model(self, core: CoreAttention, kernels: Kernels, dtype: torch.dtype) -> None:
         from vime_megatron.forward import Forward
+        from vime_megatron.logprobs import vocab_shard
         from vime_megatron.model.context import share_heads
         from vime_megatron.model.packing import inverse_frequencies
         from vime_megatron.model.policy import build_policy
@@ -141,7 +143,7 @@ class MegatronTrainer:
         self._forward = Forward(
             self.model,
             self.ddp,
-            shard=self._vocab_shard(kernels),
+            shard=vocab_shard(config, shape.vocab, self.topology, kernels),
             temperature=config.temperature,
             max_tokens=config.max_tokens_per_microbatch,
             context=self.topology.cp_group,
@@ -178,22 +180,13 @@ class MegatronTrainer:
         self._buffers, self._slots = locate(self.params, buffers)
         self.optimizer, self.scheduler = build_optimizer(self.ddp, settings, dtype)
 
-    def _vocab_shard(self, kernels: Kernels) -> VocabShard:
-        from vime_megatron.logprobs import VocabShard
-
-        layout = self.topology.layout
-        each = -(-self.shape.vocab // layout.tp_size)
-        start = layout.tp_rank * each
-        rows = max(0, min(each, self.shape.vocab - start))
-        chunk, wide = self.config.logprob_chunk_tokens, self.config.head_dtype == "float32"
-        return VocabShard(start, rows, self.topology.tp_group, chunk, kernels, float32_logits=wide)
-
     def step(self, sequences: Sequence[TrainSequence], loss: TokenLoss) -> StepMetrics:
         """Do one optimiser step on the global batch.
 
         Args:
             sequences: The global batch, the same on every rank.
-            loss: Called once per packed micro-batch; see :data:`~vime_megatron.TokenLoss`.
+            loss: Called once per packed micro-batch; see :data:`~vime_megatron.TokenLoss`. In float16 the whole
+                batch goes through again, with a lower loss scale, where gradients overflow.
 
         Returns:
             Metrics of the whole batch, the same on every rank.
@@ -203,32 +196,26 @@ class MegatronTrainer:
             GradientError: The loss or a gradient is not finite; weights and optimiser are as before.
             TrainerError: The loss has raised on another rank, which raises it; weights and optimiser are as before.
         """
-        from vime_megatron.forward import check_loss
-        from vime_megatron.update import apply_update, check_finite, gradient_norm, prepare_update
+        from vime_megatron.update import apply_update, check_finite
 
         started = time.perf_counter()
         self._at_home("step", *MOVABLE)
+        scale, redos = self.state.loss_scale, 0
         with self._platform.active():
-            with self._meter.phase("train"):
-                plan = self._plan(sequences)
-                self.ddp.zero_grad_buffer()
-                self.optimizer.zero_grad()
-                batches = self._microbatches(sequences, plan, every_token=False)
-                sums, failure = self._forward.train(batches, plan.count, loss)
-                norm_on_device = gradient_norm(self.optimizer, self._platform.device)  # queued before anything waits
-                update = prepare_update(self.optimizer, self._kernels)
-            # Memory is handed out as work is queued, so a phase is over before the device has done it.
-            totals, problems = add_up(sums, self.topology, self._platform.device, failure)
-            check_loss(failure, problems)
-            norm = float(norm_on_device)
-            check_finite(self.ddp, self.topology, loss=totals["loss"], norm=norm)
+            plan = self._plan(sequences)
+            totals, norm, update = self._gradients(sequences, plan, loss, scale.value)
+            while scale.too_high(loss=totals["loss"], norm=norm):
+                scale, redos = scale.halved(), redos + 1
+                totals, norm, update = self._gradients(sequences, plan, loss, scale.value)
+            check_finite(self.ddp, self.topology, loss=totals["loss"], norm=norm, scale=scale.value)
             self.scheduler.step(increment=1)
             lr = float(self.optimizer.param_groups[0]["lr"])
-            limit = self.config.optimizer.clip_grad
+            limit, device = self.config.optimizer.clip_grad, self._platform.device
             with self._meter.phase("update"):
-                apply_update(update, self._kernels, norm=norm, limit=limit, device=self._platform.device)
+                apply_update(update, self._kernels, norm=norm, limit=limit, device=device, scale=scale.value)
             self._platform.synchronize()
         self.state.step += 1
+        self.state.loss_scale = scale.after_step()
         return StepMetrics(
             loss=totals.pop("loss"),
             grad_norm=norm,
@@ -237,7 +224,28 @@ class MegatronTrainer:
             tokens=sum(len(sequence) for sequence in sequences),
             seconds=time.perf_counter() - started,
             step=self.state.step,
+            loss_scale=scale.value if self.config.dtype == "float16" else None,
+            redos=redos,
         )
+
+    def _gradients(
+        self, sequences: Sequence[TrainSequence], plan: BatchPlan, loss: TokenLoss, scale: float
+    ) -> tuple[dict[str, float], float, Update]:
+        """Compute the batch's gradients; return the loss's totals, the norm and an update, all of the loss unscaled."""
+        from vime_megatron.forward import check_loss
+        from vime_megatron.update import gradient_norm, prepare_update
+
+        with self._meter.phase("train"):
+            self.ddp.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            batches = self._microbatches(sequences, plan, every_token=False)
+            sums, failure = self._forward.train(batches, plan.count, loss, scale=scale)
+            norm_on_device = gradient_norm(self.optimizer, self._platform.device)  # queued before anything waits
+            update = prepare_update(self.optimizer, self._kernels)
+        # Memory is handed out as work is queued, so a phase is over before the device has done it.
+        totals, problems = add_up(sums, self.topology, self._platform.device, failure)
+        check_loss(failure, problems)
+        return totals, float(norm_on_device) / scale, update
 
     def logprobs(self, sequences: Sequence[TrainSequence]) -> dict[int, Tensor]:
         """Compute log-probabilities under the current weights, at the configured temperature.

@@ -65,7 +65,9 @@ def gradient_norm(optimizer: Any, device: torch.device) -> Tensor:
     return total.sqrt()
 
 
-def check_finite(model: DistributedDataParallel, topology: Topology, *, loss: float, norm: float) -> None:
+def check_finite(
+    model: DistributedDataParallel, topology: Topology, *, loss: float, norm: float, scale: float = 1.0
+) -> None:
     """Refuse a step whose loss or gradients are not finite, on every rank alike.
 
     Args:
@@ -73,6 +75,7 @@ def check_finite(model: DistributedDataParallel, topology: Topology, *, loss: fl
         topology: To collect the names from all ranks.
         loss: The global loss.
         norm: The global gradient norm; loss and norm are the same on every rank, so all ranks decide alike.
+        scale: The loss scale, for the text.
 
     Raises:
         GradientError: Names the tensors; gradients are left for inspection, nothing else has changed.
@@ -85,9 +88,10 @@ def check_finite(model: DistributedDataParallel, topology: Topology, *, loss: fl
     raise GradientError(
         "the step was refused: loss or gradients are not finite",
         where=shown or ("the loss" if not math.isfinite(loss) else "the norm: the sum of squares overflows"),
-        seen=f"loss {loss}, gradient norm {norm}",
+        seen=f"loss {loss}, gradient norm {norm}" + (f" with the loss scale {scale:g}" if scale != 1 else ""),
         expected="finite numbers",
-        fix="weights and optimiser are unchanged: drop the batch, or look at the loss and its inputs",
+        fix="weights and optimiser are unchanged: drop the batch, or look at the loss and its inputs"
+        + (", or lower the loss scale or make it 'dynamic'" if scale != 1 and math.isfinite(loss) else ""),
     )
 
 
@@ -143,17 +147,20 @@ def prepare_update(optimizer: Any, kernels: Kernels) -> Update:
 
 
 @torch.no_grad()
-def apply_update(update: Update, kernels: Kernels, *, norm: float, limit: float, device: torch.device) -> None:
+def apply_update(
+    update: Update, kernels: Kernels, *, norm: float, limit: float, device: torch.device, scale: float = 1.0
+) -> None:
     """Clip by the global norm, update the masters and write the weights.
 
     Args:
         update: From :func:`prepare_update`.
         kernels: The same as there.
-        norm: The global norm.
+        norm: The global norm, without the loss scale.
         limit: Norm above which gradients are scaled down; 0 means no clipping.
         device: Where the optimiser's state lies.
+        scale: The loss scale, which is still in the gradients.
     """
-    factor = min(1.0, limit / (norm + _NORM_OFFSET)) if limit else 1.0
+    factor = (min(1.0, limit / (norm + _NORM_OFFSET)) if limit else 1.0) / scale
     for group in update.own:
         assert kernels.adamw is not None
         beta1, beta2 = group.settings["betas"]
@@ -162,12 +169,12 @@ def apply_update(update: Update, kernels: Kernels, *, norm: float, limit: float,
         terms = AdamWTerms(float(group.settings["lr"]), beta1, beta2, eps, decay, factor)
         kernels.adamw(group.states, group.corrections_n2, terms)
     inners = [part.optimizer for part in update.rest if part.optimizer is not None]
-    scaled = [inner for inner in inners if _one_pass(inner)] if factor < 1.0 else []
+    scaled = [inner for inner in inners if _one_pass(inner)] if factor != 1.0 else []
     for inner in scaled:  # torch's fused AdamW divides each gradient by this as it reads it
         inner.grad_scale = torch.tensor(1.0 / factor, device=device)
     try:
         for part in update.rest:
-            if factor < 1.0 and part.optimizer not in scaled:
+            if factor != 1.0 and part.optimizer not in scaled:
                 grads = [param.grad for param in part.get_parameters() if param.grad is not None]
                 if grads:
                     torch._foreach_mul_(grads, factor)

@@ -20,6 +20,7 @@ from vime_megatron.checkpoint.save import identity, layout
 from vime_megatron.checkpoint.storage import Progress, Reader, read_pieces
 from vime_megatron.errors import CheckpointError
 from vime_megatron.families.mapping import checkpoint_names
+from vime_megatron.loss_scale import LossScale
 from vime_megatron.optim import count_home, inner_optimizers
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def load_checkpoint(trainer: MegatronTrainer, folder: Path, progress: Progress |
         _count_updates(trainer, inventory.slots, manifest)
     trainer.scheduler.num_steps = manifest["schedule_steps"]
     trainer.state.step = manifest["step"]
+    trainer.state.loss_scale = LossScale.of(trainer.config).restored(manifest.get("loss_scale"))
     if manifest["layout"] == layout(trainer):
         states = list(inventory.random())
         read_pieces(reader, metadata, states)

@@ -164,7 +164,7 @@ def _describe(trainer: MegatronTrainer, slots: Iterable[OptimizerSlot]) -> dict[
         "updates": max(updates, default=0),
         "optimizer": sorted({kind for kinds_there, _ in shared for kind in kinds_there}),
         "layout": layout(trainer),
-    }
+    } | ({"loss_scale": trainer.state.loss_scale.saved()} if trainer.config.dtype == "float16" else {})
 
 
 def updates_of(trainer: MegatronTrainer, slots: Iterable[OptimizerSlot]) -> set[int]:

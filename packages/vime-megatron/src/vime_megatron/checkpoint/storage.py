@@ -211,7 +211,7 @@ _KNOWN = {
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size"} | {str(kind).removeprefix("torch.") for kind in (torch.float32, torch.bfloat16, torch.uint8)},
+    "torch": {"Size", "float32", "bfloat16", "float16", "uint8"},
     "torch.serialization": {"_get_layout"},
 }  # fmt: skip
 

@@ -77,15 +77,16 @@ PLAIN = Kernels(
 )
 
 
-def _product(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    return plain.product_wide if device.type == "cuda" and plain.wide_products_work(device) else plain.product
+def _product(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    return plain.product_wide if device.type == "cuda" and plain.wide_products_work(device, dtype) else plain.product
 
 
-def triton_kernels(device: torch.device) -> Kernels:
+def triton_kernels(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Kernels:
     """Return the fused implementation.
 
     Args:
-        device: Where the tensors are; decides whether the matrix library can add in float32.
+        device: Where the tensors are; decides, with their type, whether the matrix library can add in float32.
+        dtype: Type of the activations.
 
     Returns:
         The Triton kernels.
@@ -95,7 +96,8 @@ def triton_kernels(device: torch.device) -> Kernels:
     """
     from vime_megatron.kernels import adamw, layer, norm, vocab
 
-    wide = device.type == "cuda" and plain.wide_sums_work(device)
+    half = dtype if dtype in HalfTypes else torch.bfloat16
+    wide = device.type == "cuda" and plain.wide_sums_work(device, half)
     return Kernels(
         name="triton, float32 sums inside the matrix product" if wide else "triton",
         add_norm=norm.add_norm,
@@ -105,7 +107,7 @@ def triton_kernels(device: torch.device) -> Kernels:
         vocab_statistics=vocab.vocab_statistics,
         vocab_gradient=vocab.vocab_gradient,
         accumulate=plain.accumulate_wide if wide else plain.accumulate,
-        product=_product(device),
+        product=_product(device, half),
         adamw=adamw.adamw,
     )
 
@@ -125,7 +127,7 @@ def select_kernels(backend: KernelBackend, device: torch.device, dtype: torch.dt
         PlatformError: Triton was asked for (or is needed by ``auto`` on a GPU) and cannot run.
     """
     if backend == "torch" or (backend == "auto" and (device.type != "cuda" or dtype not in HalfTypes)):
-        return replace(PLAIN, product=_product(device)) if dtype in HalfTypes else PLAIN
+        return replace(PLAIN, product=_product(device, dtype)) if dtype in HalfTypes else PLAIN
     if device.type != "cuda":
         raise PlatformError(
             "the Triton kernels cannot run here",
@@ -134,7 +136,7 @@ def select_kernels(backend: KernelBackend, device: torch.device, dtype: torch.dt
             fix="use kernels='auto' or 'torch'",
         )
     try:
-        return triton_kernels(device)
+        return triton_kernels(device, dtype)
     except ImportError as error:
         raise PlatformError(
             "Triton is not installed",

@@ -71,7 +71,7 @@ class AdamWTerms:
         beta2: Decay of the second.
         eps: Added to the deviation.
         decay: Decoupled weight decay.
-        factor: Gradients are multiplied by this as they are read (clipping).
+        factor: Gradients are multiplied by this as they are read (clipping, and one over the loss scale).
     """
 
     lr: float
@@ -302,19 +302,21 @@ def product_wide(a_cm: Tensor, b_vm: Tensor) -> Tensor:
     return torch.mm(a_cm, b_vm.t(), out_dtype=torch.float32)
 
 
-def wide_products_work(device: torch.device) -> bool:
+def wide_products_work(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Tell whether this torch can multiply in half precision into float32 there, by doing it once.
 
     Args:
         device: A GPU.
+        dtype: Type of the factors.
 
     Returns:
         Whether :func:`product_wide` gave the right product.
     """
 
     def agrees() -> Tensor:
-        factor = torch.full((64, 64), 1 + 2.0**-7, device=device, dtype=torch.bfloat16)
-        return (product_wide(factor, factor) - 64 * (1 + 2.0**-7) ** 2).abs() < 1e-3  # bfloat16 has steps of 0.5 there
+        factor = torch.full((64, 64), 1 + 2.0**-7, device=device, dtype=dtype)
+        # The product is 2^-8 above 65, where bfloat16 has steps of 2^-1 and float16 of 2^-4.
+        return (product_wide(factor, factor) - 64 * (1 + 2.0**-7) ** 2).abs() < 1e-3
 
     return _library_has(torch.ops.aten.mm, "dtype", agrees)
 
@@ -335,11 +337,12 @@ def accumulate_wide(sum_vm: Tensor, a_cv: Tensor, b_cm: Tensor) -> None:
     torch.ops.aten.addmm.dtype_out(sum_vm, a_cv.t(), b_cm, torch.float32, out=sum_vm)
 
 
-def wide_sums_work(device: torch.device) -> bool:
+def wide_sums_work(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Tell whether this torch can multiply in half precision and add in float32 there, by doing it once.
 
     Args:
         device: A GPU.
+        dtype: Type of the factors.
 
     Returns:
         Whether :func:`accumulate_wide` gave the right sum.
@@ -347,7 +350,7 @@ def wide_sums_work(device: torch.device) -> bool:
 
     def agrees() -> Tensor:
         sum_vm = torch.ones(64, 64, device=device)
-        factor = torch.eye(64, device=device, dtype=torch.bfloat16)
+        factor = torch.eye(64, device=device, dtype=dtype)
         accumulate_wide(sum_vm, factor, factor)
         return sum_vm == 1 + torch.eye(64, device=device)
 

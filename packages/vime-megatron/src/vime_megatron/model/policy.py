@@ -30,7 +30,7 @@ from vime_megatron.model.norm import RMSNorm
 from vime_megatron.model.packing import PackedTokens
 from vime_megatron.platform.build import check_fusions
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class PolicyModel(GPTModel):
@@ -103,6 +103,7 @@ def transformer_config(shape: ModelShape, config: TrainerConfig) -> TransformerC
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
         tensor_model_parallel_size=config.tensor_parallel,
         pipeline_model_parallel_size=config.pipeline_parallel,
         context_parallel_size=config.context_parallel,

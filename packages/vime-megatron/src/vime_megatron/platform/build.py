@@ -70,13 +70,23 @@ def check_fusions(config: Any) -> None:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Compute float32 matrix products in float32 inside; what was set before is set again afterwards."""
+    """Compute float32 matrix products in float32 inside, and sum float16 ones in it.
+
+    What was set before is set again afterwards. By default cuBLAS may add the partial sums of a float16 product in
+    float16, which rounds them and overflows at 65504; bfloat16, whose setting is another, is left as it is.
+    """
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:  # settings by backend, which the process-wide name cannot say
         before = ""
     parts: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn) if not before else ()
     kept = [part.matmul.fp32_precision for part in parts]
+    blas = torch.backends.cuda.matmul
+    reduced: Any = blas.allow_fp16_reduced_precision_reduction
+    split: tuple[Any, ...] = ()  # newer releases of torch set a second thing by the same name
+    if hasattr(blas, "allow_fp16_reduced_precision_reduction_split_k"):
+        split = (blas.allow_fp16_reduced_precision_reduction_split_k,)
+    blas.allow_fp16_reduced_precision_reduction = (False, *split) if split else False
     if before != "highest":
         torch.set_float32_matmul_precision("highest")
     try:
@@ -86,6 +96,7 @@ def full_float32() -> Iterator[None]:
             torch.set_float32_matmul_precision(before)
         for part, precision in zip(parts, kept, strict=True):
             part.matmul.fp32_precision = precision
+        blas.allow_fp16_reduced_precision_reduction = (reduced, *split) if split else reduced
 
 
 @cache

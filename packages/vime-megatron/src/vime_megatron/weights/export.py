@@ -36,7 +36,7 @@ def export_folder(
                 for _nothing in tensors:  # other ranks are sending, and could not be told before they are done
                     pass
                 raise
-            copy_companions(trainer.config.model, temporary)
+            copy_companions(trainer.config.model, temporary, trainer.config.dtype)
         else:
             for _nothing in tensors:
                 pass

@@ -83,7 +83,8 @@ def load_folder(folder: Path, params: Mapping[str, Tensor], placed: Sequence[Pla
 
     Raises:
         ModelError: Names or shapes differ from the model's; the text lists them. Or the model is tied, and the folder
-            holds an output projection that is not its embedding.
+            holds an output projection that is not its embedding. Or the parameters are float16, and a weight is too
+            large for that.
     """
     with FolderReader(folder) as reader, torch.no_grad():
         check_names(reader.names, names, str(folder))
@@ -98,7 +99,24 @@ def load_folder(folder: Path, params: Mapping[str, Tensor], placed: Sequence[Pla
                     expected=str(place.shape),
                 )
             target = params[place.param][tuple(slice(start, stop) for start, stop in place.local)]
-            target.copy_(reader.read(place.name, place.box))
+            part = reader.read(place.name, place.box)
+            _check_range(part, target.dtype, f"{place.name} in {folder}")
+            target.copy_(part)
+
+
+def _check_range(part: Tensor, dtype: torch.dtype, where: str) -> None:
+    """Refuse what float16 cannot hold; the wider types hold all that a checkpoint may be written in."""
+    if dtype is not torch.float16 or not part.numel():
+        return
+    largest, limit = float(part.abs().amax()), torch.finfo(dtype).max
+    if largest > limit:
+        raise ModelError(
+            "a weight is too large for float16",
+            where=where,
+            seen=f"{largest:g}",
+            expected=f"at most {limit:g}",
+            fix="train this model in bfloat16",
+        )
 
 
 def _check_copy(reader: FolderReader, places: Sequence[Placement], where: str) -> None:

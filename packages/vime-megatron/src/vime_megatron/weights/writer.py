@@ -61,11 +61,23 @@ def write_tensors(folder: Path, tensors: Iterator[tuple[str, Tensor]], *, max_fi
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def copy_companions(source: Path, folder: Path) -> None:
-    """Copy a model folder's files other than its weights."""
+def copy_companions(source: Path, folder: Path, dtype: str) -> None:
+    """Copy a model folder's files other than its weights.
+
+    Args:
+        source: Where the model came from.
+        folder: Where its weights were written.
+        dtype: Their type. A ``config.json`` that names another is copied with this one: engines and transformers load
+            weights in the type that it names, and would round those of float16 to bfloat16.
+    """
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix not in _NOT_COPIED and path.name != INDEX:
             shutil.copyfile(path, folder / path.name)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    named = [key for key in ("dtype", "torch_dtype") if config.get(key) not in (None, dtype)]
+    if named:
+        path.write_text(json.dumps(config | dict.fromkeys(named, dtype), indent=2, ensure_ascii=False) + "\n")
 
 
 def gather_tensors(
