@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vime_grpo import mean_metrics, train_metrics
+from vime_megatron import StepMetrics
 from vime_sync import SyncReport
 
 from vime_integration.actors.trainer import TrainReport
@@ -22,9 +23,11 @@ def step_metrics(reports: Sequence[TrainReport], sync: SyncReport) -> dict[str, 
         sync: What the weight update did.
 
     Returns:
-        ``train/*`` averaged over the rollout's updates, ``perf/log_probs_time`` (making sequences and, besides the
-        loss's own, log-probabilities), ``perf/actor_train_*``, ``sync/*`` and the largest resident memory of a trainer
-        rank, ``perf/trainer_peak_rss_gib``.
+        ``train/*`` averaged over the rollout's updates; in float16 ``train/loss_scale`` of the last update too, and
+        ``train/loss_scale_redos``, how often gradients of the rollout had to be computed again;
+        ``perf/log_probs_time`` (making sequences and, besides the loss's own, log-probabilities),
+        ``perf/actor_train_*``, ``sync/*`` and the largest resident memory of a trainer rank,
+        ``perf/trainer_peak_rss_gib``.
     """
     updates = reports[0].updates
     seconds = sum(update.seconds for update in updates)
@@ -35,6 +38,7 @@ def step_metrics(reports: Sequence[TrainReport], sync: SyncReport) -> dict[str, 
     trained[DIFFERENCE] = each[0][DIFFERENCE]
     return settle_on_policy(trained) | {
         "train/step": float(updates[-1].step),
+        **_loss_scale(updates),
         "perf/log_probs_time": prepared,
         "perf/actor_train_time": seconds,
         "perf/actor_train_tok_per_s": sum(update.tokens for update in updates) / seconds,
@@ -44,3 +48,11 @@ def step_metrics(reports: Sequence[TrainReport], sync: SyncReport) -> dict[str, 
         "sync/bytes": float(sync.bytes),
         **{f"sync/{name}_time": value for name, value in sync.phases.items()},
     }
+
+
+def _loss_scale(updates: Sequence[StepMetrics]) -> dict[str, float]:
+    """Return what a loss scale did; nothing where nothing is scaled."""
+    scale = updates[-1].loss_scale
+    if scale is None:
+        return {}
+    return {"train/loss_scale": scale, "train/loss_scale_redos": float(sum(update.redos for update in updates))}

@@ -36,6 +36,13 @@ EVALUATION = [
         (["rollout.top_p=0.9", "rollout.top_k=5"], r"rollout.top_p and rollout.top_k cut the sampled distribution"),
         (["trainer.min_learning_rate=1"], r"min_learning_rate \(1.0\) is above trainer.learning_rate"),
         (["trainer.lr_schedule=cosine", "trainer.warmup_steps=3"], r"leaves nothing of the run's 3 optimiser steps"),
+        (["trainer.loss_scale=8"], r'loss_scale is 8 and trainer.dtype = "bfloat16" is not scaled'),
+        (["trainer.dtype=float16", "trainer.loss_scale=100"], r"loss_scale is 100; it must be a power of two"),
+        (["trainer.dtype=float16", "trainer.loss_scale=0.5"], r"loss_scale is 0.5; .* at least 1"),
+        (
+            ["trainer.dtype=float16", "trainer.loss_scale=8", "trainer.loss_scale_window=5"],
+            r'loss_scale_window is 5 .* fixed at 8: only "dynamic" grows',
+        ),
         (["trainer.distributed_optimizer=true"], r"trainer.data_parallel and trainer.context_parallel are 1"),
         (["algorithm.clip_low=1"], r"must be below 1"),
         (["algorithm.clip_dual=0.5"], r"must be above 1, or 0"),

@@ -93,6 +93,8 @@ def trainer_config(config: RunConfig) -> TrainerConfig:
             weight_decay=section.weight_decay,
             clip_grad=section.clip_grad,
             distributed=section.distributed_optimizer,
+            loss_scale=section.loss_scale,
+            loss_scale_window=section.loss_scale_window,
         ),
     )
 

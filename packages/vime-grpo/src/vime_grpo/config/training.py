@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -124,8 +125,10 @@ class AlgorithmSection(Section):
 class TrainerSection(Section):
     """The Megatron-Core trainer: layout, numerics, optimiser."""
 
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="bfloat16", description="Type of weights and activations; gradients and optimiser state are float32."
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="bfloat16",
+        description="Type of weights and activations; gradients and optimiser state are float32. float16, with "
+        "engine.dtype the same, brings the trainer's logprobs nearest to the engine's (arXiv 2510.26788).",
     )
     learning_rate: Positive = Field(default=1e-6, description="Peak learning rate of AdamW.")
     min_learning_rate: NonNegative = Field(default=0.0, description="Learning rate at the end of a decaying schedule.")
@@ -139,6 +142,14 @@ class TrainerSection(Section):
     adam_eps: Positive = Field(default=1e-8, description="Offset of Adam's denominator.")
     clip_grad: NonNegative = Field(
         default=1.0, description="Global gradient norm above which gradients are scaled down; 0 turns clipping off."
+    )
+    loss_scale: Literal["dynamic"] | float = Field(
+        default="dynamic",
+        description="What the loss is multiplied by in the backward pass of float16: a power of two, or dynamic, which "
+        "finds one and computes a batch whose gradients overflow again with a lower one.",
+    )
+    loss_scale_window: Count = Field(
+        default=100, description="Optimiser steps without an overflow after which a dynamic loss scale is doubled."
     )
     tensor_parallel: Count = Field(default=1, description="Ranks that share each matrix.")
     pipeline_parallel: Count = Field(default=1, description="Stages that share the layers.")
@@ -179,6 +190,26 @@ class TrainerSection(Section):
     seed: NonNegativeInt = Field(default=0, description="Seed of everything random in the trainer.")
     threads: NonNegativeInt = Field(default=0, description="CPU threads of one rank; 0 shares out the cores.")
     step_deadline_s: Positive = Field(default=1800.0, description="Seconds one phase of the trainer may take.")
+
+    @model_validator(mode="after")
+    def _scale_is_used(self) -> TrainerSection:
+        scale = self.loss_scale
+        if scale == "dynamic":
+            return self
+        if self.dtype != "float16":
+            raise ValueError(
+                f'trainer.loss_scale is {scale:g} and trainer.dtype = "{self.dtype}" is not scaled: only "float16" is'
+            )
+        if not 1 <= scale < math.inf or math.frexp(scale)[0] != 0.5:
+            raise ValueError(
+                f"trainer.loss_scale is {scale:g}; it must be a power of two, at least 1, so that it rounds nothing"
+            )
+        if self.loss_scale_window != type(self).model_fields["loss_scale_window"].default:
+            raise ValueError(
+                f"trainer.loss_scale_window is {self.loss_scale_window} and trainer.loss_scale is fixed at {scale:g}: "
+                'only "dynamic" grows'
+            )
+        return self
 
     @property
     def world_size(self) -> int:
