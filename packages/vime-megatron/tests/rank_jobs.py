@@ -113,6 +113,17 @@ def _updates(order, own, steps, *, model, settings, optimizer):
     return {"clipped": clipped, "own": bool(update.own), "state": kept}
 
 
+def float16(order, *, model, settings, optimizer, start):
+    """Three steps from a loss scale that may overflow."""
+    from vime_megatron.loss_scale import LossScale
+
+    trainer = _trainer(order, model, {"dtype": "float16"} | settings, optimizer)
+    trainer.state.loss_scale = LossScale(start, window=2)
+    metrics = [trainer.step(_conftest().make_batch(), policy_loss) for _ in range(3)]
+    trainer.close()
+    return {name: [getattr(m, name) for m in metrics] for name in ("loss", "grad_norm", "loss_scale", "redos")}
+
+
 def _fill_the_disk():
     """Let no file of this process grow beyond a kilobyte; Python would cut short what it compiles, and keep that."""
     sys.dont_write_bytecode = True

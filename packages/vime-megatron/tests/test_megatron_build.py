@@ -88,6 +88,20 @@ def test_settings_by_backend_are_put_back_too(precision):
         matmul.fp32_precision = before
 
 
+@pytest.mark.parametrize("outside", [True, False])
+def test_float16_products_are_summed_in_float32_inside_and_as_before_outside(outside):
+    matmul = torch.backends.cuda.matmul
+    before, bfloat16 = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+    try:
+        matmul.allow_fp16_reduced_precision_reduction = outside
+        with build.full_float32():
+            assert not matmul.allow_fp16_reduced_precision_reduction
+            assert matmul.allow_bf16_reduced_precision_reduction == bfloat16
+        assert matmul.allow_fp16_reduced_precision_reduction == outside
+    finally:
+        matmul.allow_fp16_reduced_precision_reduction = before
+
+
 def test_the_trainer_s_softmax_is_exact_whatever_the_process_has_set(precision, make_trainer, tiny, batch):
     wanted = make_trainer(tiny).logprobs(batch)
     torch.set_float32_matmul_precision("medium")

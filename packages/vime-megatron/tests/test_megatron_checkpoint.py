@@ -14,6 +14,7 @@ from vime_megatron import CheckpointError, ModelError, sft_loss
 KINDS = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
     "distributed": {"optimizer": {"lr": 1e-2, "distributed": True}},
 }
 
