@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from vime_megatron import sft_loss
-from vime_megatron.kernels import PLAIN, plain, select_kernels
+from vime_megatron.kernels import PLAIN, HalfTypes, plain, select_kernels
 from vime_megatron.kernels.plain import HeadLayout
 from vime_megatron.logprobs import VocabShard, token_logprobs
+from vime_megatron.loss_scale import LARGEST, LossScale
 from vime_megatron.model.attention_choice import core_attention, obstacles
 from vime_megatron.model.packing import inverse_frequencies, pack
 
-DEVICE, HALF = torch.device("cuda"), torch.bfloat16
+DEVICE = torch.device("cuda")
+HALVES = pytest.mark.parametrize("half", HalfTypes, ids=["bfloat16", "float16"])
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +23,7 @@ pytestmark = [
 ]
 
 
-def draw(*shape, dtype=HALF):
+def draw(*shape, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
@@ -38,12 +40,13 @@ def assert_close_in_half(found, wanted):
         torch.testing.assert_close(a.float(), b.float(), rtol=0.03, atol=0.03 * float(b.float().abs().max()))
 
 
-def test_compiled_kernels_compute_what_plain_torch_does():
-    fused = select_kernels("auto", DEVICE, HALF)
+@HALVES
+def test_compiled_kernels_compute_what_plain_torch_does(half):
+    fused = select_kernels("auto", DEVICE, half)
     assert fused.name.startswith("triton")
-    x = [draw(300, 2 * 640)]
+    x = [draw(300, 2 * 640, dtype=half)]
     assert_close_in_half(*(outputs_and_gradients(k.gated_silu, x) for k in (fused, PLAIN)))
-    stream = [draw(2048).abs(), draw(300, 1, 2048), draw(301, 1, 2048)[1:]]
+    stream = [draw(2048, dtype=half).abs(), draw(300, 1, 2048, dtype=half), draw(301, 1, 2048, dtype=half)[1:]]
     assert_close_in_half(
         *(outputs_and_gradients(lambda w, x, a, k=k: k.add_norm(x, a, w, 1e-6), stream) for k in (fused, PLAIN))
     )
@@ -51,7 +54,7 @@ def test_compiled_kernels_compute_what_plain_torch_does():
     assert torch.equal(normed, fused.norm(total, stream[0], 1e-6))
     layout = HeadLayout(heads=8, groups=2, width=128, eps=1e-6)
     angles = draw(300, 64, dtype=torch.float32)
-    inputs = [draw(300, 12 * 128), draw(128).abs(), draw(128).abs()]
+    inputs = [draw(300, 12 * 128, dtype=half), draw(128, dtype=half).abs(), draw(128, dtype=half).abs()]
     found, wanted = (
         outputs_and_gradients(
             lambda qkv, q, k, kernels=kernels: kernels.query_key_value(qkv, q, k, angles.cos(), angles.sin(), layout),
@@ -62,10 +65,12 @@ def test_compiled_kernels_compute_what_plain_torch_does():
     assert_close_in_half(found, wanted)
 
 
-def test_logprobs_of_fused_and_plain_kernels_agree():
-    hidden, weight, targets = draw(200, 64), draw(5000, 64), torch.arange(200, device=DEVICE)
+@HALVES
+def test_logprobs_of_fused_and_plain_kernels_agree(half):
+    hidden, weight = draw(200, 64, dtype=half), draw(5000, 64, dtype=half)
+    targets = torch.arange(200, device=DEVICE)
     results = []
-    for kernels in (select_kernels("auto", DEVICE, HALF), PLAIN):
+    for kernels in (select_kernels("auto", DEVICE, half), PLAIN):
         shard = VocabShard(start=0, rows=5000, group=None, chunk=64, kernels=kernels)
 
         def logprobs(h, w, shard=shard):
@@ -75,22 +80,24 @@ def test_logprobs_of_fused_and_plain_kernels_agree():
     assert_close_in_half(*results)
 
 
-def test_float32_logits_of_the_library_are_those_of_copies():
-    if not plain.wide_products_work(DEVICE):
+@HALVES
+def test_float32_logits_of_the_library_are_those_of_copies(half):
+    if not plain.wide_products_work(DEVICE, half):
         pytest.skip("this build's matrix library does not multiply half precision into float32")
-    hidden, weight = draw(70, 256), draw(9000, 256)
+    hidden, weight = draw(70, 256, dtype=half), draw(9000, 256, dtype=half)
     found = plain.product_wide(hidden, weight)
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, plain.product(hidden, weight), rtol=1e-4, atol=1e-3)
 
 
+@HALVES
 @pytest.mark.parametrize("name", ["varlen", "flash", "te"])
-def test_ragged_attention_is_that_of_padded_groups(name):
-    if obstacles(DEVICE, HALF)[name]:
-        pytest.skip(obstacles(DEVICE, HALF)[name])
+def test_ragged_attention_is_that_of_padded_groups(name, half):
+    if obstacles(DEVICE, half)[name]:
+        pytest.skip(obstacles(DEVICE, half)[name])
     documents = [torch.zeros(n, dtype=torch.int64) for n in (134, 700, 1, 65)]
     row = pack(documents, inverse_frequencies=inverse_frequencies(128, 10000.0), device=DEVICE)
-    inputs = [draw(900, heads, 128) for heads in (8, 2, 2)]
+    inputs = [draw(900, heads, 128, dtype=half) for heads in (8, 2, 2)]
     found, wanted = (
         outputs_and_gradients(lambda q, k, v, attend=attend: attend(q, k, v, row), inputs)
         for attend in (core_attention(name), core_attention("sdpa"))
@@ -121,23 +128,43 @@ def test_a_background_save_continues_bit_for_bit(make_trainer, tiny, batch, tmp_
     assert [trainer.step(batch, sft_loss).loss for _ in range(2)] == wanted
 
 
-def test_fused_steps_train_as_plain_torch_does(make_trainer, tiny, batch):
+@HALVES
+def test_fused_steps_train_as_plain_torch_does(make_trainer, tiny, batch, half):
     """Triton, ragged attention and sums inside the products against none of them: gradients and losses."""
-    runs = []
+    runs, dtype = [], str(half).removeprefix("torch.")
     for settings in ({}, {"kernels": "torch", "attention": "sdpa"}):
-        trainer = make_trainer(tiny, dtype="bfloat16", optimizer={"lr": 1e-2, "clip_grad": 0.0}, **settings)
+        trainer = make_trainer(tiny, dtype=dtype, optimizer={"lr": 1e-2, "clip_grad": 0.0}, **settings)
         first = trainer.step(batch, sft_loss)
-        gradients = [param.main_grad.clone() for param in trainer.params.values()]
-        runs.append((gradients, [first.loss, *(trainer.step(batch, sft_loss).loss for _ in range(3))]))
+        # Torch's fused AdamW writes back what it has unscaled, the trainer's kernel only reads: compare directions.
+        gradients = [param.main_grad / param.main_grad.norm() for param in trainer.params.values()]
+        losses = [first.loss, *(trainer.step(batch, sft_loss).loss for _ in range(3))]
+        runs.append((gradients, losses, first.grad_norm))
     for name, found, wanted in zip(trainer.params, runs[0][0], runs[1][0], strict=True):
-        assert float((found - wanted).norm() / wanted.norm()) < 0.05, name
+        assert float((found - wanted).norm()) < 0.05, name
     assert runs[0][1] == pytest.approx(runs[1][1], rel=0.02)
+    assert runs[0][2] == pytest.approx(runs[1][2], rel=0.05)
 
 
-def test_the_update_is_torch_s(make_trainer, tiny, batch):
+def test_an_overflow_on_the_device_is_computed_again(make_trainer, tiny, batch):
+    """Weights after steps from a scale that overflows are those from the one that fits, to the bit."""
+    runs = []
+    for start in (LARGEST, None):
+        trainer = make_trainer(tiny, dtype="float16", optimizer={"lr": 1e-2, "clip_grad": 0.5})
+        trainer.state.loss_scale = LossScale(start or runs[0][0][0].loss_scale, window=100)
+        steps = [trainer.step(batch, sft_loss) for _ in range(3)]
+        runs.append((steps, [param.detach().clone() for param in trainer.params.values()]))
+    assert runs[0][0][0].redos > 0
+    assert [step.redos for step in runs[1][0]] == [0, 0, 0]
+    assert [step.loss for step in runs[0][0]] == [step.loss for step in runs[1][0]]
+    assert all(torch.equal(found, wanted) for found, wanted in zip(runs[0][1], runs[1][1], strict=True))
+
+
+@HALVES
+def test_the_update_is_torch_s(make_trainer, tiny, batch, half):
     runs = []
     for own in (True, False):
-        trainer = make_trainer(tiny, dtype="bfloat16", optimizer={"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5})
+        dtype = str(half).removeprefix("torch.")
+        trainer = make_trainer(tiny, dtype=dtype, optimizer={"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5})
         assert trainer._kernels.adamw is not None
         if not own:
             trainer._kernels = replace(trainer._kernels, adamw=None)
@@ -160,10 +187,11 @@ def test_offload_frees_what_it_says_and_peaks_are_reported(make_trainer, tiny, b
     assert report["device_peak_gib.train"] >= report["device_gib"] > 0
 
 
-def test_the_wide_sum_is_the_library_s_when_it_has_one():
-    if not plain.wide_sums_work(DEVICE):
+@HALVES
+def test_the_wide_sum_is_the_library_s_when_it_has_one(half):
+    if not plain.wide_sums_work(DEVICE, half):
         pytest.skip("this build's matrix library does not add in float32")
     total = torch.zeros(32, 16, device=DEVICE)
-    a, b = draw(64, 32), draw(64, 16)
+    a, b = draw(64, 32, dtype=half), draw(64, 16, dtype=half)
     plain.accumulate_wide(total, a, b)
     torch.testing.assert_close(total, a.float().t() @ b.float(), rtol=1e-3, atol=1e-3)
