@@ -19,7 +19,7 @@ from vime_megatron import OptimizerSettings, TrainerConfig, TrainerError
         ({"timeout_s": -1}, "timeout_s"),
         ({"context_parallel": 0}, "context_parallel"),
         ({"max_sequence_length": 0}, "max_sequence_length"),
-        ({"dtype": "float64"}, r"dtype.*'float16'.*'float32', 'bfloat16'"),
+        ({"dtype": "float64"}, r"dtype.*'float64'.*'float32', 'bfloat16', 'float16'"),
         ({"recompute": "ful"}, "recompute.*'none', 'selective', 'full'"),
         ({"head_dtype": "fp32"}, "head_dtype"),
         ({"attention": "SDPA"}, "attention"),
