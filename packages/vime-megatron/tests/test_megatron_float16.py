@@ -182,16 +182,22 @@ LAYOUTS = {
     "dp2-distributed": {},
     "pp2": {"pipeline_parallel": 2, "max_tokens_per_microbatch": 40},
 }
+# A large eps: with the usual one an update is the gradient's sign, which rounding decides where that is near 0.
+PROPORTIONAL = {"lr": 0.3, "eps": 1.0, "clip_grad": 0.5}
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, model_of):
+    """One rank's steps from a scale that overflows."""
+    return ranks("float16", 1, model=str(model_of("qwen3-tied")), start=LARGEST, settings={}, optimizer=PROPORTIONAL)[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_decide_alike_and_equal_one(ranks, model_of, layout):
-    """From a scale that overflows, on every rank: roundings fall elsewhere than on one rank, by 2^-11 each."""
-    arguments = {"model": str(model_of("qwen3-tied")), "start": LARGEST}
-    # A large eps: with the usual one an update is the gradient's sign, which rounding decides where that is near 0.
-    optimizer = {"lr": 0.3, "eps": 1.0, "clip_grad": 0.5, "distributed": layout.endswith("distributed")}
-    [alone] = ranks("float16", 1, settings={}, optimizer=optimizer | {"distributed": False}, **arguments)
-    first, second = ranks("float16", 2, settings=LAYOUTS[layout], optimizer=optimizer, **arguments)
+def test_ranks_decide_alike_and_equal_one(ranks, model_of, alone, layout):
+    """On every rank; roundings fall elsewhere than on one rank, by 2^-11 each."""
+    optimizer = PROPORTIONAL | {"distributed": layout.endswith("distributed")}
+    arguments = {"model": str(model_of("qwen3-tied")), "start": LARGEST, "settings": LAYOUTS[layout]}
+    first, second = ranks("float16", 2, optimizer=optimizer, **arguments)
     assert first == second
     assert first["redos"][0] > 0
     for name in ("loss", "grad_norm"):
