@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import pickle
@@ -48,7 +49,12 @@ def test_a_sample_is_scored_once_and_never_changed(make_sample):
     sample = make_sample()
     scored = sample.scored(0.0, "wrong", reward_s=0.25)
     assert (scored.reward, scored.reward_reason, scored.timings.reward_s) == (0.0, "wrong", 0.25)
+    timings = dataclasses.replace(sample.timings, reward_s=0.25)
+    assert scored == dataclasses.replace(sample, reward=0.0, reward_reason="wrong", timings=timings)
     assert sample.reward is None
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(SampleError, match="field reward is wrong"):
+            sample.scored(wrong, "no number")
     with pytest.raises(SampleError, match=r"already 0\.0"):
         scored.scored(1.0)
     with pytest.raises(AttributeError):

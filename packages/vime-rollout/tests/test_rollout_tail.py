@@ -87,6 +87,9 @@ def test_texts_together_are_those_of_each_alone(tokenizer_folder):
         assert texts == slowly
     assert encoder.decode_many([]) == []
     assert encoder.decode_many(responses)[2] == "ab"
+    many = [encoder.encode_text("abc " * number) for number in range(60)]
+    assert sum(map(len, many)) > 2048, "worth other cores"
+    assert encoder.decode_many(many) == [encoder.decode(response) for response in many]
 
 
 def test_a_tokenizer_that_decodes_in_its_own_way_is_asked(tokenizer_folder):
@@ -197,6 +200,28 @@ async def test_scores_that_nobody_waits_for_any_more_are_not_made(make_sample):
             await given_up
         assert (await reward.score(make_sample(index=5))).value == 5.0
     finally:
+        reward.close()
+
+
+async def test_nothing_to_score_is_scored_at_once():
+    reward = WorkerReward("w", "builtins:tuple", indices, timeout_s=30)
+    try:
+        assert await asyncio.wait_for(reward.score_together([]), 5) == []
+    finally:
+        reward.close()
+
+
+async def test_quick_payloads_of_a_call_go_to_one_worker_and_slow_ones_are_shared(make_sample):
+    for seconds, sizes in ((1e-5, [6]), (1e-3, [3, 2, 1])):
+        reward = WorkerReward("w", "builtins:tuple", indices, timeout_s=30, workers=2)
+        reward._seconds, reward._draining = seconds, 2  # nobody takes what waits but this test
+        call = asyncio.create_task(reward.score_together([make_sample(index=index) for index in range(6)]))
+        await asyncio.sleep(0)
+        found = []
+        while batch := reward._next_batch():
+            found.append(len(batch))
+        assert found == sizes
+        call.cancel()
         reward.close()
 
 

@@ -194,6 +194,9 @@ class Sample:
         if (position := first_bad_logprob(self.logprobs)) is not None:
             self._fail(f"logprobs[{position}]", repr(self.logprobs[position]), "a finite number of at most 0")
         self._check_spans()
+        self._check_reward()
+
+    def _check_reward(self) -> None:
         if self.reward is not None and not math.isfinite(self.reward):
             self._fail("reward", repr(self.reward), "a finite number")
         if self.reward == 0 and not self.reward_reason:
@@ -249,8 +252,18 @@ class Sample:
         """
         if self.reward is not None:
             self._fail("reward", f"already {self.reward}", "to be scored once")
-        timings = dataclasses.replace(self.timings, reward_s=reward_s)
-        return dataclasses.replace(self, reward=float(reward), reward_reason=reason, timings=timings)
+        spent = self.timings
+        changed = {
+            "reward": float(reward),
+            "reward_reason": reason,
+            "timings": Timings(spent.queue_s, spent.generate_s, reward_s, spent.attempts, spent.engine),
+        }
+        # What dataclasses.replace would do, but that nothing is looked at again which has been and stays.
+        twin = object.__new__(type(self))
+        for name in self.__dataclass_fields__:
+            object.__setattr__(twin, name, changed[name] if name in changed else getattr(self, name))
+        twin._check_reward()
+        return twin
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sample as JSON values."""

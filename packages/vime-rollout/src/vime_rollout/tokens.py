@@ -15,6 +15,9 @@ from typing import Any
 from vime_rollout.errors import DataError
 from vime_rollout.sample import Message, Prompt
 
+#: Tokens that are worth waking other cores for: of fewer, decoding takes less than their answer.
+_WORTH_SHARING = 2048
+
 
 class Encoder:
     """The tokenizer and chat template of a model folder.
@@ -109,7 +112,7 @@ class Encoder:
         return text
 
     def decode_many(self, responses: Sequence[Sequence[int]], *, special: bool = False) -> list[str]:
-        """Return the texts of several token sequences; where the tokenizer can, side by side on the host's cores.
+        """Return the texts of several token sequences, made side by side on the host's cores where that is worth it.
 
         Args:
             responses: Ids of each.
@@ -119,8 +122,8 @@ class Encoder:
         if issubclass(kind, plain) and (kind.decode, kind._decode) == (plain.decode, plain._decode):
             # What is behind it: all else that it does is to look at every id in turn.
             backend = self._tokenizer.backend_tokenizer
-            if len(responses) == 1:
-                return [str(backend.decode(list(responses[0]), skip_special_tokens=not special))]
+            if len(responses) == 1 or sum(map(len, responses)) < _WORTH_SHARING:
+                return [str(backend.decode(list(r), skip_special_tokens=not special)) for r in responses]
             return list(backend.decode_batch([list(r) for r in responses], skip_special_tokens=not special))
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
         return [str(self._tokenizer.decode(list(response), **options)) for response in responses]

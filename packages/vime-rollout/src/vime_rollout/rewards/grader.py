@@ -26,31 +26,66 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from vime_rollout.errors import RewardError, noting
+from vime_rollout.errors import RewardError
 from vime_rollout.rewards.base import TIMEOUT_REASON, Score, checked, name_of
 from vime_rollout.sample import Sample
 
 _START_S = 120.0
 #: How long after its timer a worker may take to be gone before it is killed from here.
 _GRACE_S = 5.0
-#: How long a batch should take.
-_BATCH_S = 0.005
+#: How long a batch should take at most, and what is too little to be shared among workers: each batch wakes two
+#: threads and a process.
+_BATCH_S, _SHARED_S = 0.005, 0.001
 #: Most bytes of a batch. A pipe holds more, so writing one never waits for a worker that waits to be read from.
 _BATCH_BYTES = 32768
 
 MakePayload = Callable[[Sample], dict[str, Any]]
 _Outcome = Score | Exception
-#: A score and when it was there.
-_Told = tuple[Score, float]
+
+
+class _Call:
+    """Payloads that somebody waits for together: a future for each would cost more than grading most of them.
+
+    Args:
+        count: How many there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Belong to the running event loop, which alone may settle it."""
+        self.loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[None] = self.loop.create_future()
+        self.at: int | None = None  # whose turn it is, or whose error ended the wait
+        self._told: list[tuple[Score, float] | None] = [None] * count
+        self._left = count
+        if not count:
+            self.done.set_result(None)
+
+    def settle(self, position: int, outcome: _Outcome, now: float) -> None:
+        """Take in what became of one payload."""
+        if self.done.done():
+            return
+        if isinstance(outcome, Exception):
+            self.at = position
+            self.done.set_exception(outcome)
+            return
+        self._told[position] = outcome, now
+        self._left -= 1
+        if not self._left:
+            self.done.set_result(None)
+
+    def told(self) -> list[tuple[Score, float]]:
+        """Return the scores, and when each was there, once the wait is over."""
+        return [told for told in self._told if told is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A payload that somebody waits for."""
+    """A payload of a call."""
 
     payload: Mapping[str, Any]
     line: bytes
-    answer: asyncio.Future[_Told]
+    call: _Call
+    position: int
 
 
 class WorkerReward:
@@ -86,9 +121,8 @@ class WorkerReward:
         Raises:
             RewardError: When the grader fails, its worker cannot be started, or the reward is closed.
         """
-        (asked,) = self._ask([self._asked(sample)])
-        score, _ = await asked.answer
-        return checked(score, self.name, sample)
+        ((score, _),) = await self._scores([sample], _Call(1))
+        return score
 
     async def score_together(self, samples: Sequence[Sample]) -> list[tuple[Score, float]]:
         """Have workers grade several samples, which costs less than asking for each.
@@ -103,33 +137,32 @@ class WorkerReward:
             RewardError: As ``score`` does for the first sample that fails, with a note that names it; the others are
                 not waited for.
         """
-        began = time.monotonic()
-        asked: list[_Asked] = []
-        for sample in samples:
-            with noting(name_of(sample)):
-                asked.append(self._asked(sample))
-        answers = [one.answer for one in self._ask(asked)]
+        call = _Call(len(samples))
         try:
-            told = await asyncio.gather(*answers)
+            return await self._scores(samples, call)
         except RewardError as error:
-            done = ((s, a) for s, a in zip(samples, answers, strict=True) if a.done() and not a.cancelled())
-            error.add_note(name_of(next(sample for sample, answer in done if answer.exception() is error)))
+            if call.at is not None:
+                error.add_note(name_of(samples[call.at]))
             raise
-        finally:
-            for answer in answers:
-                answer.cancel()
-        scores = []
-        for sample, (score, ended) in zip(samples, told, strict=True):
-            with noting(name_of(sample)):
+
+    async def _scores(self, samples: Sequence[Sample], call: _Call) -> list[tuple[Score, float]]:
+        began, asked, scores = time.monotonic(), [], []
+        try:
+            for call.at, sample in enumerate(samples):
+                payload = self._payload(sample)
+                line = json.dumps({"timeout_s": self._timeout_s, "payload": payload}) + "\n"
+                asked.append(_Asked(payload, line.encode(), call, call.at))
+            call.at = None
+            self._ask(asked)
+            await call.done
+            told = call.told()
+            for call.at, (sample, (score, ended)) in enumerate(zip(samples, told, strict=True)):
                 scores.append((checked(score, self.name, sample), ended - began))
+        finally:
+            call.done.cancel()  # what still waits is not graded
         return scores
 
-    def _asked(self, sample: Sample) -> _Asked:
-        payload = self._payload(sample)
-        line = json.dumps({"timeout_s": self._timeout_s, "payload": payload}) + "\n"
-        return _Asked(payload, line.encode(), asyncio.get_running_loop().create_future())
-
-    def _ask(self, asked: Sequence[_Asked]) -> Sequence[_Asked]:
+    def _ask(self, asked: Sequence[_Asked]) -> None:
         with self._lock:
             if self._closed:
                 raise self._closed_error()
@@ -137,7 +170,6 @@ class WorkerReward:
             for _ in range(min(self._workers - self._draining, len(asked))):
                 self._draining += 1
                 self._threads.submit(self._drain)
-        return asked
 
     def close(self) -> None:
         """End the workers; what is not graded yet is cancelled."""
@@ -150,8 +182,8 @@ class WorkerReward:
         self._threads.shutdown(wait=True)
         for worker in workers:  # only now: a thread may have been reading from its pipe
             worker.release()
-        for asked in left:
-            _tell(asked.answer.get_loop(), asked.answer.cancel)
+        for call in {asked.call for asked in left}:
+            _tell(call.loop, call.done.cancel)
 
     def _drain(self) -> None:
         """Grade batch after batch until nothing waits; runs in a thread, which has a worker of its own."""
@@ -165,23 +197,23 @@ class WorkerReward:
                 outcomes += [error] * (len(batch) - len(outcomes))
             with self._lock:
                 self._seconds += ((time.monotonic() - began) / len(batch) - self._seconds) / 2
-            loops = {asked.answer.get_loop() for asked in batch}
-            pairs = [(asked.answer, outcome) for asked, outcome in zip(batch, outcomes, strict=True)]
-            for loop in loops:
-                _tell(loop, _settle, [pair for pair in pairs if pair[0].get_loop() is loop])
+            pairs = list(zip(batch, outcomes, strict=True))
+            for loop in {asked.call.loop for asked in batch}:
+                _tell(loop, _settle, [pair for pair in pairs if pair[0].call.loop is loop])
 
     def _next_batch(self) -> list[_Asked]:
         batch: list[_Asked] = []
         with self._lock:
-            share = -(-len(self._waiting) // self._workers)
-            most, size = min(share, max(1, int(_BATCH_S / max(self._seconds, 1e-6)))), 0
+            seconds = max(self._seconds, 1e-6)
+            share = max(-(-len(self._waiting) // self._workers), int(_SHARED_S / seconds))
+            most, size = min(share, max(1, int(_BATCH_S / seconds))), 0
             while self._waiting and len(batch) < most:
                 asked = self._waiting[0]
                 size += len(asked.line)
                 if batch and size > _BATCH_BYTES:
                     break
                 self._waiting.popleft()
-                if not asked.answer.cancelled():
+                if not asked.call.done.done():
                     batch.append(asked)
             if not batch:
                 self._draining -= 1
@@ -288,10 +320,8 @@ class _Worker:
             self._until_told(timeout_s + _GRACE_S)
         except _WorkerGoneError as error:
             gone = error
-        *whole, _ = os.pread(self._file, self._written(), 0).split(b"\n")
-        for line in whole:
-            answer: dict[str, Any] = json.loads(line)
-            yield answer
+        whole, _, _ = os.pread(self._file, self._written(), 0).rpartition(b"\n")
+        yield from json.loads(b"[" + whole.replace(b"\n", b",") + b"]")
         if gone is not None:
             raise gone
 
@@ -328,12 +358,7 @@ def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *argumen
         loop.call_soon_threadsafe(call, *arguments)
 
 
-def _settle(pairs: Sequence[tuple[asyncio.Future[_Told], _Outcome]]) -> None:
+def _settle(pairs: Sequence[tuple[_Asked, _Outcome]]) -> None:
     now = time.monotonic()
-    for answer, outcome in pairs:
-        if answer.done():
-            continue
-        if isinstance(outcome, Exception):
-            answer.set_exception(outcome)
-        else:
-            answer.set_result((outcome, now))
+    for asked, outcome in pairs:
+        asked.call.settle(asked.position, outcome, now)
