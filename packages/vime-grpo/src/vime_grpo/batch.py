@@ -24,10 +24,12 @@ it were not: leaving tokens out must not make the others count more, or steps wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import NoReturn, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -161,9 +163,7 @@ def build_batch(
     long = _long_fields(samples, advantages_b, weights_b, kept)
     lengths = [len(sample.tokens) for sample in samples]
     fields = {name: torch.split(values_t, lengths) for name, values_t in long.items()}
-    tokens = torch.split(
-        torch.tensor([token for sample in samples for token in sample.tokens], dtype=torch.int64), lengths
-    )
+    tokens = torch.split(_tensor(chain.from_iterable(sample.tokens for sample in samples), np.int64), lengths)
     rows = [BatchRow(tokens[i], {name: parts[i] for name, parts in fields.items()}) for i in range(len(samples))]
     for name, source in (("old_logprob", old_logprobs), ("ref_logprob", ref_logprobs)):
         if source is not None:
@@ -281,11 +281,13 @@ def _not_finite(samples: Sequence[SampleLike], position: int) -> NoReturn:
 
 def _end_to_end(samples: Sequence[SampleLike], values: Sequence[Sequence[float]]) -> Tensor:
     """Return response values ``[R]`` of each sample as rows ``[S]``, 0 over the prompt, laid end to end."""
-    flat: list[float] = []
-    for sample, own in zip(samples, values, strict=True):
-        flat += [0.0] * sample.prompt_length
-        flat += own
-    return torch.tensor(flat, dtype=torch.float32)
+    pairs = zip(samples, values, strict=True)
+    return _tensor(chain.from_iterable(chain(repeat(0.0, s.prompt_length), own) for s, own in pairs), np.float32)
+
+
+def _tensor(values: Iterable[float], kind: type[np.float32] | type[np.int64]) -> Tensor:
+    """Return Python numbers as a tensor, by way of numpy: torch takes three to six times as long for each."""
+    return torch.from_numpy(np.fromiter(values, kind))
 
 
 def _kept(on_policy: Sequence[Sequence[int]], position: int, sample: SampleLike) -> Sequence[int]:
