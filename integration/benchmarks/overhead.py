@@ -27,9 +27,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from vime_grpo import load_config
 from vime_integration.batches import make_batch
 from vime_integration.device_memory import ask_memory
+from vime_integration.garbage import set_apart
 from vime_integration.translate import cache_arguments, data_config, head_arguments, rollout_config
 from vime_rollout import (
     CpuOptions,
@@ -120,6 +122,8 @@ async def measure(config: Any, rounds: int, folder: Path) -> dict[str, Any]:
         await engine.start()
         pool = Watched([engine])
         rollout = Rollout(pool, encoder, reward, rollout_config(config))
+        set_apart()  # as the pipeline's process does, and torch has one thread there
+        torch.set_num_threads(1)
         for number in range(rounds + 1):
             # Prompts are new each round for both, so neither finds the other's in the prefix cache.
             for name in ("direct", "through") if number % 2 else ("through", "direct"):

@@ -44,6 +44,7 @@ from vime_integration.batches import make_batch
 from vime_integration.cluster import log_to_file
 from vime_integration.collector import StepCollector
 from vime_integration.errors import PipelineError
+from vime_integration.garbage import set_apart
 from vime_integration.ledger import LedgerEntry
 from vime_integration.reading import records_of
 from vime_integration.translate import (
@@ -143,6 +144,7 @@ class RolloutActor:
         self._collector = StepCollector(
             self._rollout, self._source, batch=config.batch_size, ahead=config.over_sample, keep=self._keep
         )
+        set_apart()
 
     async def lost(self) -> dict[str, str]:
         """Return the engines that failed a request and are left out, with the reason of each."""
