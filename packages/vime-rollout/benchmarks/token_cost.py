@@ -45,14 +45,17 @@ class Driven:
 async def started(arguments: argparse.Namespace, folder: Path, setting: Setting, number: int) -> Driven:
     """Start an engine with a setting and send it something."""
     length = arguments.tokens + arguments.prompt_tokens
+    # Two engines stand side by side on one GPU.
+    room = () if arguments.cpu else ("--kv-cache-memory-bytes", str(4 << 30))
     config = EngineConfig(
         model=arguments.model,
         name=f"engine-{number}",
         dtype="bfloat16",
         max_model_len=length,
-        enforce_eager=True,
+        enforce_eager=arguments.cpu,
+        gpu_memory_utilization=None if arguments.cpu else 0.3,
         cpu=CpuOptions(kv_cache_gib=0.5) if arguments.cpu else None,
-        arguments=setting.arguments,
+        arguments=(*setting.arguments, *room),
         environment={name: str(value).format(folder=folder) for name, value in setting.environment.items()},
         log_path=str(folder / f"engine-{number}.log"),
     )
