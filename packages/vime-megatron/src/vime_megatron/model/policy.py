@@ -70,9 +70,9 @@ def transformer_config(shape: ModelShape, config: TrainerConfig) -> TransformerC
         A configuration whose losses are sums: nothing is averaged over micro-batches or ranks.
     """
     dtype = DTYPES[config.dtype]
-    special: dict[str, Any] = {}
+    special: dict[str, Any] = {"bf16": dtype is torch.bfloat16, "fp16": dtype is torch.float16}
     if shape.experts:
-        special = {
+        special |= {
             "num_moe_experts": shape.experts,
             "moe_ffn_hidden_size": shape.ffn,
             "expert_tensor_parallel_size": config.expert_tensor_parallel,
@@ -102,8 +102,6 @@ def transformer_config(shape: ModelShape, config: TrainerConfig) -> TransformerC
         perform_initialization=False,  # every parameter is loaded, or drawn by name (weights/random.py)
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        fp16=dtype is torch.float16,
         tensor_model_parallel_size=config.tensor_parallel,
         pipeline_model_parallel_size=config.pipeline_parallel,
         context_parallel_size=config.context_parallel,
