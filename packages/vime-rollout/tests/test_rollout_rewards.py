@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import subprocess
 import sys
 import time
@@ -192,7 +193,9 @@ async def test_every_payload_gets_its_own_score(make_sample, size):
 async def test_what_is_not_graded_when_it_is_closed_ends(make_sample):
     reward = WorkerReward("w", "time:sleep", lambda sample: 60, timeout_s=60, workers=1)
     first, second = (asyncio.create_task(reward.score(make_sample(index=index))) for index in range(2))
-    while not (reward._live and len(reward._waiting) == 1):
+    await asyncio.sleep(0)
+    (crew,) = reward._crews.values()
+    while not (crew.busy and len(crew.waiting) == 1):
         await asyncio.sleep(0.01)
     reward.close()
     with pytest.raises(RewardError):
@@ -201,6 +204,27 @@ async def test_what_is_not_graded_when_it_is_closed_ends(make_sample):
         await second
     with pytest.raises(RewardError, match="is closed"):
         await reward.score(make_sample())
+
+
+def test_workers_go_over_to_the_next_loop_and_those_left_in_work_end(make_sample, tmp_path, monkeypatch):
+    (tmp_path / "slow_grader.py").write_text(
+        "import time\ndef grade(p):\n    time.sleep(p[0])\n    return p[1], 'given'\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    slow = {3: 50}
+    reward = WorkerReward("w", "slow_grader:grade", lambda s: [slow.get(s.index, 0), s.index], timeout_s=60, workers=1)
+    try:
+        assert asyncio.run(reward.score(make_sample(index=1))).value == 1.0
+        ((worker,),) = [crew.idle for crew in reward._crews.values()]
+        assert asyncio.run(reward.score(make_sample(index=2))).value == 2.0
+        ((again,),) = [crew.idle for crew in reward._crews.values()]
+        assert again is worker
+        with pytest.raises(TimeoutError):  # which leaves the task that grades to the end of the loop
+            asyncio.run(asyncio.wait_for(reward.score(make_sample(index=3)), 1))
+        assert asyncio.run(reward.score(make_sample(index=4))).value == 4.0
+        assert worker._process.poll() is not None, "in the middle of something, and nobody listens"
+    finally:
+        reward.close()
 
 
 async def test_gym_scores_by_the_task_itself(make_sample):
@@ -243,10 +267,12 @@ async def test_workers_fail_with_the_cause_and_end_when_closed(make_sample):
 def test_a_worker_ends_with_its_parent(busy):
     """One that grades has nobody left to end it: that is what the kernel's timer is for."""
     code = (
-        "from vime_rollout.rewards.grader import _Worker; import sys, time\n"
-        "w = _Worker('time:sleep'); w.until_ready()\n"
+        "from vime_rollout.rewards.process import GradingProcess; import asyncio, sys, time\n"
+        "async def ready(w):\n"
+        "    w.move_to(asyncio.get_running_loop()); await w.until_ready()\n"
+        "w = GradingProcess('time:sleep'); asyncio.run(ready(w))\n"
         "if sys.argv[1] == 'True': w._process.stdin.write(b'{\"timeout_s\": 1, \"payload\": 600}\\n')\n"
-        "w._process.stdin.flush(); print(w._process.pid, flush=True); time.sleep(300)"
+        "print(w._process.pid, flush=True); time.sleep(300)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(busy)], stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())

@@ -181,8 +181,8 @@ async def test_a_worker_that_ends_after_its_last_answer_costs_no_score(make_samp
     (tmp_path / "ending_grader.py").write_text(ENDING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     reward = WorkerReward("w", "ending_grader:grade", indices, timeout_s=30, workers=1)
-    reward._seconds = 1e-6  # as after many quick payloads: all five are one batch
     try:
+        reward._crew().seconds = 1e-6  # as after many quick payloads: all five are one batch
         for _ in range(2):
             told = await reward.score_together([make_sample(index=index) for index in range(5)])
             assert [score.value for score, _ in told] == [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -214,11 +214,11 @@ async def test_nothing_to_score_is_scored_at_once():
 async def test_quick_payloads_of_a_call_go_to_one_worker_and_slow_ones_are_shared(make_sample):
     for seconds, sizes in ((1e-5, [6]), (1e-3, [3, 2, 1])):
         reward = WorkerReward("w", "builtins:tuple", indices, timeout_s=30, workers=2)
-        reward._seconds, reward._draining = seconds, 2  # nobody takes what waits but this test
+        crew, found = reward._crew(), []
+        crew.seconds = seconds
         call = asyncio.create_task(reward.score_together([make_sample(index=index) for index in range(6)]))
-        await asyncio.sleep(0)
-        found = []
-        while batch := reward._next_batch():
+        await asyncio.sleep(0)  # asked for; the tasks that grade have not begun
+        while batch := crew._next_batch():
             found.append(len(batch))
         assert found == sizes
         call.cancel()

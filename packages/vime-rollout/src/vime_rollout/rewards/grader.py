@@ -6,6 +6,9 @@ payload scores 0 with that reason. Time spent waiting for a free worker is not c
 Most graders take microseconds, and handing one payload to a process and its answer back takes ten times that. So what
 waits is handed over in batches, as large as a worker has lately graded in a few milliseconds: payloads that take longer
 than that go one at a time, to whichever worker is free.
+
+Everything happens in the event loop that waits for the scores; a reward that is used in several, one after the other or
+side by side, has workers for each, and those of a loop that is closed go over to the next.
 """
 
 from __future__ import annotations
@@ -13,30 +16,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import select
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vime_rollout.errors import RewardError
 from vime_rollout.rewards.base import TIMEOUT_REASON, Score, checked, name_of
+from vime_rollout.rewards.process import GradingProcess, WorkerGoneError
 from vime_rollout.sample import Sample
 
-_START_S = 120.0
-#: How long after its timer a worker may take to be gone before it is killed from here.
-_GRACE_S = 5.0
-#: How long a batch should take at most, and what is too little to be shared among workers: each batch wakes two
-#: threads and a process.
+#: How long a batch should take at most, and what is too little to be shared among workers.
 _BATCH_S, _SHARED_S = 0.005, 0.001
-#: Most bytes of a batch. A pipe holds more, so writing one never waits for a worker that waits to be read from.
+#: Most bytes of a batch. A pipe holds more, so writing one does not wait for the worker.
 _BATCH_BYTES = 32768
 
 MakePayload = Callable[[Sample], dict[str, Any]]
@@ -88,6 +82,183 @@ class _Asked:
     position: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What all crews of a reward have in common."""
+
+    name: str
+    grader: str
+    timeout_s: float
+    workers: int
+
+    def closed(self) -> RewardError:
+        return RewardError("reward is closed", where=f"reward {self.name}")
+
+
+class _Crew:
+    """The workers of one event loop, and what waits for them there.
+
+    Args:
+        terms: Of the reward.
+        loop: The running one.
+        idle: Workers that a closed loop has left.
+    """
+
+    def __init__(self, terms: _Terms, loop: asyncio.AbstractEventLoop, idle: list[GradingProcess]) -> None:
+        """Take the workers over, and start no other before it is needed."""
+        self.loop, self.idle = loop, idle
+        self.busy: set[GradingProcess] = set()
+        self.waiting: deque[_Asked] = deque()
+        self.seconds = _BATCH_S  # of one payload, lately
+        self._terms = terms
+        self._drains: set[asyncio.Task[None]] = set()
+        self._closed = False
+        for worker in idle:
+            worker.move_to(loop)
+
+    def ask(self, asked: Sequence[_Asked]) -> None:
+        """Have payloads graded, in order."""
+        self.waiting.extend(asked)
+        wanted = -(-len(self.waiting) // self._sizes()[0])
+        for _ in range(min(wanted, self._terms.workers) - len(self._drains)):
+            task = self.loop.create_task(self._drain())
+            self._drains.add(task)
+            task.add_done_callback(self._drains.discard)
+
+    async def _drain(self) -> None:
+        """Grade batch after batch until nothing waits."""
+        task = asyncio.current_task()
+        assert task is not None, "started as one"
+        try:
+            while batch := self._next_batch():
+                outcomes = await self._outcomes(batch)
+                now = time.monotonic()
+                for asked, outcome in zip(batch, outcomes, strict=True):
+                    asked.call.settle(asked.position, outcome, now)
+        finally:
+            self._drains.discard(task)  # now: what is asked for before the task counts as done needs another
+
+    def _sizes(self) -> tuple[int, int]:
+        """Return how many payloads are too few to be shared among workers, and the most of a batch."""
+        seconds = max(self.seconds, 1e-6)
+        return max(1, int(_SHARED_S / seconds)), max(1, int(_BATCH_S / seconds))
+
+    def _next_batch(self) -> list[_Asked]:
+        batch: list[_Asked] = []
+        least, most = self._sizes()
+        most, size = min(most, max(least, -(-len(self.waiting) // self._terms.workers))), 0
+        while self.waiting and len(batch) < most:
+            asked = self.waiting[0]
+            size += len(asked.line)
+            if batch and size > _BATCH_BYTES:
+                break
+            self.waiting.popleft()
+            if not asked.call.done.done():
+                batch.append(asked)
+        return batch
+
+    async def _outcomes(self, batch: Sequence[_Asked]) -> list[_Outcome]:
+        outcomes: list[_Outcome] = []
+        began = time.monotonic()
+        try:
+            while len(outcomes) < len(batch):
+                outcomes += await self._grade(batch[len(outcomes) :])
+        except Exception as error:  # noqa: BLE001 - the edge of a task: raised where the scores are waited for
+            outcomes += [error] * (len(batch) - len(outcomes))
+        self.seconds += ((time.monotonic() - began) / len(batch) - self.seconds) / 2
+        return outcomes
+
+    async def _grade(self, batch: Sequence[_Asked]) -> list[_Outcome]:
+        """Return the outcomes of the first payloads of a batch, at least of one: a worker that ends leaves the rest."""
+        name, limit = self._terms.name, self._terms.timeout_s
+        worker = await self._worker()
+        try:
+            answers, gone = await worker.ask([asked.line for asked in batch], limit)
+        except BaseException:
+            self._discard(worker)  # it may be in the middle of something
+            raise
+        outcomes: list[_Outcome] = [
+            RewardError("grader failed", where=f"reward {name}", seen=answer["error"])
+            if "error" in answer
+            else Score(answer["value"], answer["reason"])
+            for answer in answers
+        ]
+        if gone is None and not self._closed:
+            self.busy.discard(worker)
+            self.idle.append(worker)
+            return outcomes
+        self._discard(worker)
+        if len(outcomes) == len(batch):  # it ended with all of its work done; the next one gets what comes next
+            return outcomes
+        if self._closed or gone is None:
+            raise self._terms.closed()
+        if gone.timed_out:
+            return [*outcomes, Score(0.0, f"{TIMEOUT_REASON} after {limit:g} s")]
+        seen = f"exit code {gone.code}, payload {batch[len(outcomes)].payload}"
+        return [*outcomes, RewardError("reward worker died", where=f"reward {name}", seen=seen)]
+
+    async def _worker(self) -> GradingProcess:
+        """Return an idle worker, or a new one when it is ready; it is busy from now on."""
+        while self.idle:
+            worker = self.idle.pop()
+            self.busy.add(worker)
+            if not worker.ended:
+                return worker
+            self._discard(worker)
+        if self._closed:
+            raise self._terms.closed()
+        worker = GradingProcess(self._terms.grader)
+        self.busy.add(worker)
+        worker.move_to(self.loop)
+        try:
+            await worker.until_ready()
+        except BaseException as error:
+            self._discard(worker)
+            if not isinstance(error, WorkerGoneError):
+                raise
+            if self._closed:
+                raise self._terms.closed() from None
+            where, seen = f"reward {self._terms.name}", f"exit code {error.code}"
+            raise RewardError("reward worker does not start", where=where, seen=seen) from None
+        return worker
+
+    def _discard(self, worker: GradingProcess) -> None:
+        self.busy.discard(worker)
+        worker.end()
+        worker.release()
+
+    def leave(self) -> list[GradingProcess]:
+        """Return the idle workers of a loop that is closed, and end the others."""
+        for worker in list(self.busy):
+            self._discard(worker)
+        idle, self.idle = self.idle, []
+        return idle
+
+    def close(self) -> None:
+        """End the workers, from any thread; what waits is cancelled in the loop."""
+        self._closed = True
+        for worker in [*self.idle, *self.busy]:
+            worker.end()
+        try:
+            here = asyncio.get_running_loop() is self.loop
+        except RuntimeError:
+            here = False
+        if here or not self.loop.is_running():
+            self._let_go()
+        else:
+            _tell(self.loop, self._let_go)
+
+    def _let_go(self) -> None:
+        left = self.idle if self.loop.is_running() else [*self.idle, *self.busy]  # else their tasks release them
+        for worker in left:
+            worker.release()
+        self.idle.clear()
+        for call in {asked.call for asked in self.waiting}:
+            if not self.loop.is_closed():
+                call.done.cancel()
+        self.waiting.clear()
+
+
 class WorkerReward:
     """A reward whose grader runs in worker processes.
 
@@ -102,17 +273,10 @@ class WorkerReward:
     def __init__(self, name: str, grader: str, payload: MakePayload, *, timeout_s: float, workers: int = 2) -> None:
         """Start no process yet."""
         self.name = name
-        self._grader = grader
         self._payload = payload
-        self._timeout_s = timeout_s
-        self._workers = workers
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix=f"reward-{name}")
-        self._local = threading.local()
-        self._lock = threading.Lock()  # of all below
-        self._live: set[_Worker] = set()
-        self._waiting: deque[_Asked] = deque()
-        self._draining = 0
-        self._seconds = _BATCH_S  # of one payload, lately
+        self._terms = _Terms(name, grader, timeout_s, workers)
+        self._lock = threading.Lock()  # of the two below
+        self._crews: dict[asyncio.AbstractEventLoop, _Crew] = {}
         self._closed = False
 
     async def score(self, sample: Sample) -> Score:
@@ -150,10 +314,10 @@ class WorkerReward:
         try:
             for call.at, sample in enumerate(samples):
                 payload = self._payload(sample)
-                line = json.dumps({"timeout_s": self._timeout_s, "payload": payload}) + "\n"
+                line = json.dumps({"timeout_s": self._terms.timeout_s, "payload": payload}) + "\n"
                 asked.append(_Asked(payload, line.encode(), call, call.at))
             call.at = None
-            self._ask(asked)
+            self._crew().ask(asked)
             await call.done
             told = call.told()
             for call.at, (sample, (score, ended)) in enumerate(zip(samples, told, strict=True)):
@@ -162,203 +326,26 @@ class WorkerReward:
             call.done.cancel()  # what still waits is not graded
         return scores
 
-    def _ask(self, asked: Sequence[_Asked]) -> None:
+    def _crew(self) -> _Crew:
+        loop = asyncio.get_running_loop()
         with self._lock:
             if self._closed:
-                raise self._closed_error()
-            self._waiting.extend(asked)
-            for _ in range(min(self._workers - self._draining, len(asked))):
-                self._draining += 1
-                self._threads.submit(self._drain)
+                raise self._terms.closed()
+            if loop not in self._crews:
+                over = [self._crews.pop(other) for other in list(self._crews) if other.is_closed()]
+                self._crews[loop] = _Crew(self._terms, loop, [worker for crew in over for worker in crew.leave()])
+            return self._crews[loop]
 
     def close(self) -> None:
         """End the workers; what is not graded yet is cancelled."""
         with self._lock:
             self._closed = True
-            workers, self._live = self._live, set()
-            left, self._waiting = list(self._waiting), deque()
-        for worker in workers:
-            worker.end()
-        self._threads.shutdown(wait=True)
-        for worker in workers:  # only now: a thread may have been reading from its pipe
-            worker.release()
-        for call in {asked.call for asked in left}:
-            _tell(call.loop, call.done.cancel)
-
-    def _drain(self) -> None:
-        """Grade batch after batch until nothing waits; runs in a thread, which has a worker of its own."""
-        while batch := self._next_batch():
-            outcomes: list[_Outcome] = []
-            began = time.monotonic()
-            try:
-                while len(outcomes) < len(batch):
-                    outcomes += self._grade(batch[len(outcomes) :])
-            except Exception as error:  # noqa: BLE001 - the edge of a thread: raised where the scores are waited for
-                outcomes += [error] * (len(batch) - len(outcomes))
-            with self._lock:
-                self._seconds += ((time.monotonic() - began) / len(batch) - self._seconds) / 2
-            pairs = list(zip(batch, outcomes, strict=True))
-            for loop in {asked.call.loop for asked in batch}:
-                _tell(loop, _settle, [pair for pair in pairs if pair[0].call.loop is loop])
-
-    def _next_batch(self) -> list[_Asked]:
-        batch: list[_Asked] = []
-        with self._lock:
-            seconds = max(self._seconds, 1e-6)
-            share = max(-(-len(self._waiting) // self._workers), int(_SHARED_S / seconds))
-            most, size = min(share, max(1, int(_BATCH_S / seconds))), 0
-            while self._waiting and len(batch) < most:
-                asked = self._waiting[0]
-                size += len(asked.line)
-                if batch and size > _BATCH_BYTES:
-                    break
-                self._waiting.popleft()
-                if not asked.call.done.done():
-                    batch.append(asked)
-            if not batch:
-                self._draining -= 1
-        return batch
-
-    def _grade(self, batch: Sequence[_Asked]) -> list[_Outcome]:
-        """Return the outcomes of the first payloads of a batch, at least of one: a worker that ends leaves the rest."""
-        worker = self._worker()
-        outcomes: list[_Outcome] = []
-        try:
-            for answer in worker.ask([asked.line for asked in batch], self._timeout_s):
-                if "error" in answer:
-                    error = RewardError("grader failed", where=f"reward {self.name}", seen=answer["error"])
-                    outcomes.append(error)
-                else:
-                    outcomes.append(Score(answer["value"], answer["reason"]))
-        except _WorkerGoneError as gone:
-            self._discard(worker)
-            if len(outcomes) == len(batch):  # it ended with all of its work done; the next one gets what comes next
-                return outcomes
-            if gone.timed_out:
-                outcomes.append(Score(0.0, f"{TIMEOUT_REASON} after {self._timeout_s:g} s"))
-            else:
-                seen = f"exit code {gone.code}, payload {batch[len(outcomes)].payload}"
-                outcomes.append(RewardError("reward worker died", where=f"reward {self.name}", seen=seen))
-        return outcomes
-
-    def _closed_error(self) -> RewardError:
-        return RewardError("reward is closed", where=f"reward {self.name}")
-
-    def _worker(self) -> _Worker:
-        worker: _Worker | None = getattr(self._local, "worker", None)
-        if worker is not None:
-            return worker
-        worker = _Worker(self._grader)
-        with self._lock:
-            if self._closed:
-                worker.end()
-                worker.release()
-                raise self._closed_error()
-            self._live.add(worker)
-        self._local.worker = worker
-        try:
-            worker.until_ready()
-        except _WorkerGoneError as gone:
-            self._discard(worker)
-            raise RewardError(
-                "reward worker does not start", where=f"reward {self.name}", seen=f"exit code {gone.code}"
-            ) from None
-        return worker
-
-    def _discard(self, worker: _Worker) -> None:
-        worker.end()
-        worker.release()
-        self._local.worker = None
-        with self._lock:
-            self._live.discard(worker)
+            crews, self._crews = list(self._crews.values()), {}
+        for crew in crews:
+            crew.close()
 
 
-class _WorkerGoneError(Exception):
-    """The worker ended instead of answering."""
-
-    def __init__(self, code: int | None, *, timed_out: bool) -> None:
-        super().__init__(code)
-        self.code = code
-        self.timed_out = timed_out
-
-
-class _Worker:
-    """One worker process.
-
-    Its answers are lines of a file in memory that both have open, so what it wrote is there when it is gone, and nobody
-    is woken before a whole batch is graded: being woken costs more than most payloads do.
-    """
-
-    def __init__(self, grader: str) -> None:
-        self._answers = os.fdopen(os.memfd_create("answers"), "rb", buffering=0)
-        self._file = self._answers.fileno()
-        command = [sys.executable, "-m", "vime_rollout.rewards.worker", grader, str(self._file)]
-        self._process = subprocess.Popen(  # noqa: S603 - our own module
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=(self._file,),
-        )
-
-    def until_ready(self) -> None:
-        self._until_told(_START_S)
-
-    def ask(self, lines: Sequence[bytes], timeout_s: float) -> Iterator[dict[str, Any]]:
-        """Yield the answers to payloads, each graded within its own time."""
-        stdin = self._process.stdin
-        assert stdin is not None, "opened with a pipe"
-        os.ftruncate(self._file, 0)
-        os.lseek(self._file, 0, os.SEEK_SET)  # of the worker, too: it has the same open file
-        try:
-            stdin.write(b"".join(lines) + b"\n")
-            stdin.flush()
-        except BrokenPipeError:
-            raise _WorkerGoneError(self._process.wait(_GRACE_S), timed_out=False) from None
-        gone = None
-        try:
-            self._until_told(timeout_s + _GRACE_S)
-        except _WorkerGoneError as error:
-            gone = error
-        whole, _, _ = os.pread(self._file, self._written(), 0).rpartition(b"\n")
-        yield from json.loads(b"[" + whole.replace(b"\n", b",") + b"]")
-        if gone is not None:
-            raise gone
-
-    def _written(self) -> int:
-        return os.fstat(self._file).st_size
-
-    def _until_told(self, limit: float) -> None:
-        """Wait for the worker to say that it is ready or done with a batch, as long as it answers now and then."""
-        stdout = self._process.stdout
-        assert stdout is not None, "opened with a pipe"
-        written = self._written()
-        while not select.select([stdout], [], [], limit)[0]:
-            if self._written() == written:
-                raise _WorkerGoneError(None, timed_out=True)
-            written = self._written()
-        if not os.read(stdout.fileno(), 1):
-            code = self._process.wait(_GRACE_S)
-            raise _WorkerGoneError(code, timed_out=code == -signal.SIGALRM)
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait(_GRACE_S)
-
-    def release(self) -> None:
-        for stream in (self._process.stdin, self._process.stdout, self._answers):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):  # what the dead worker did not read is of no use
-                    stream.close()
-
-
-def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: object) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
     """Have an event loop make a call; one that is closed has nobody left who waits."""
     with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(call, *arguments)
-
-
-def _settle(pairs: Sequence[tuple[_Asked, _Outcome]]) -> None:
-    now = time.monotonic()
-    for asked, outcome in pairs:
-        asked.call.settle(asked.position, outcome, now)
+        loop.call_soon_threadsafe(call)
