@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from vime_grpo import BatchRow, PolicyLoss
+from vime_grpo import BatchRow, BatchRows, PolicyLoss
 from vime_grpo.config import RunConfig, config_from_dict
 from vime_integration.batches import RolloutBatch, make_batch
 from vime_integration.errors import PipelineError
@@ -124,7 +124,7 @@ def test_a_batch_travels_packed_and_arrives_as_it_was() -> None:
         BatchRow(torch.arange(length), {"weight": torch.rand(length), "advantage": torch.rand(length)})
         for length in (3, 1, 7)
     )
-    batch = RolloutBatch(4, (rows, (), rows[:1]))
+    batch = RolloutBatch(4, (BatchRows.of(rows), BatchRows.of([]), BatchRows.of(rows[:1])))
     arrived = pickle.loads(pickle.dumps(batch))
     assert arrived.version == 4
     assert [len(update) for update in arrived.updates] == [3, 0, 1]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vime_grpo import BatchRow, RunConfig, build_batch, group_advantages, split_updates
+from vime_grpo import BatchRow, BatchRows, RunConfig, build_batch, group_advantages, split_updates
 from vime_megatron import TrainSequence
 from vime_rollout import Sample
 
@@ -25,46 +25,38 @@ _Packed = tuple[list[int], Any, dict[str, Any]]
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What one rollout hands to the trainer ranks, through Ray's object store.
-
-    It travels as a few long arrays: thousands of short tensors, each packed and unpacked by itself and twice on their
-    way, take longer than the training of a small model.
+    """What one rollout hands to the trainer ranks, through Ray's object store, as a few long arrays.
 
     Attributes:
         version: The version of the weights that train on it.
-        updates: One list of rows an optimiser step.
+        updates: The rows of each optimiser step.
     """
 
     version: int
-    updates: tuple[tuple[BatchRow, ...], ...]
+    updates: tuple[BatchRows, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel packed."""
+        """Travel as arrays, which Ray's store keeps beside the rest."""
         return _unpacked, (self.version, [_packed(rows) for rows in self.updates])
 
 
-def _packed(rows: Sequence[BatchRow]) -> _Packed:
-    """Lay the rows end to end; they have the same fields, as the trainer asks of a batch."""
-    names = list(rows[0].fields) if rows else []
-    return (
-        [len(row.tokens) for row in rows],
-        torch.cat([row.tokens for row in rows]).numpy() if rows else None,
-        {name: torch.cat([row.fields[name] for row in rows]).numpy() for name in names},
-    )
+def _packed(rows: BatchRows) -> _Packed:
+    return rows.lengths, rows.tokens.numpy(), {name: values_t.numpy() for name, values_t in rows.fields.items()}
 
 
 def _unpacked(version: int, updates: Sequence[_Packed]) -> RolloutBatch:
-    restored: list[tuple[BatchRow, ...]] = []
-    for lengths, tokens, fields in updates:
-        if tokens is None:
-            restored.append(())
-            continue
-        # Arrays out of Ray's store cannot be written to, and torch takes none of those.
-        parts = {name: torch.split(torch.from_numpy(values.copy()), lengths) for name, values in fields.items()}
-        pieces = torch.split(torch.from_numpy(tokens.copy()), lengths)
-        rows = (BatchRow(piece, {name: part[i] for name, part in parts.items()}) for i, piece in enumerate(pieces))
-        restored.append(tuple(rows))
-    return RolloutBatch(version, tuple(restored))
+    # Arrays out of Ray's store cannot be written to, and torch takes none of those.
+    return RolloutBatch(
+        version,
+        tuple(
+            BatchRows(
+                lengths,
+                torch.from_numpy(tokens.copy()),
+                {name: torch.from_numpy(values.copy()) for name, values in fields.items()},
+            )
+            for lengths, tokens, fields in updates
+        ),
+    )
 
 
 def make_batch(samples: Sequence[Sample], config: RunConfig, version: int, *, max_lag: int = 0) -> RolloutBatch:
@@ -84,7 +76,9 @@ def make_batch(samples: Sequence[Sample], config: RunConfig, version: int, *, ma
     algorithm = config.algorithm
     groups = [sample.group_id for sample in samples]
     rewards = [float(sample.reward or 0.0) for sample in samples]
-    advantages = group_advantages(rewards, groups, estimator=algorithm.advantage, normalize_std=algorithm.normalize_std)
+    advantages_b = group_advantages(
+        rewards, groups, estimator=algorithm.advantage, normalize_std=algorithm.normalize_std
+    )
     updates = []
     for positions in split_updates(groups, algorithm.steps_per_rollout):
         chosen = [samples[position] for position in positions]
@@ -92,14 +86,12 @@ def make_batch(samples: Sequence[Sample], config: RunConfig, version: int, *, ma
         masked = [field[s.prompt_length :].int().tolist() for field, s in zip(fresh, chosen, strict=False)]
         rows = build_batch(
             chosen,
-            [float(advantages[position]) for position in positions],
+            advantages_b[positions],
             aggregation=algorithm.loss_aggregation,
             horizon=config.rollout.max_response_tokens,
             on_policy=masked if max_lag and config.rollout.mask_off_policy else None,
         )
-        for row, field in zip(rows, fresh, strict=False):
-            row.fields[ON_POLICY] = field
-        updates.append(tuple(rows))
+        updates.append(rows.with_fields(**{ON_POLICY: fresh}) if max_lag else rows)
     return RolloutBatch(version, tuple(updates))
 
 

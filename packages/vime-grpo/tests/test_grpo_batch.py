@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vime_grpo.advantages import group_advantages
-from vime_grpo.batch import AGGREGATIONS, BatchRow, TrainSample, build_batch, split_updates, token_weights
+from vime_grpo.batch import AGGREGATIONS, BatchRow, BatchRows, TrainSample, build_batch, split_updates, token_weights
 from vime_grpo.correction import CORRECTIONS, LEVELS
 from vime_grpo.errors import BatchError, ConfigError
 from vime_grpo.losses import POLICY_LOSSES, PolicyLoss
@@ -229,3 +229,33 @@ def test_updates_share_whole_groups(ids: list[str], updates: int) -> None:
     assert sum(len(owner) for owner in owners) == len(groups)
     sizes = [len(owner) for owner in owners]
     assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.lists(st.integers(0, 5), max_size=6))
+def test_rows_laid_end_to_end_are_the_rows(lengths: list[int]) -> None:
+    rows = [BatchRow(torch.arange(n) + 7 * i, {"weight": torch.rand(n)}) for i, n in enumerate(lengths)]
+    laid = BatchRows.of(rows)
+    more = laid.with_fields(double=[2 * row.fields["weight"] for row in rows]) if rows else laid
+    assert len(laid) == len(rows) == len(BatchRows.of(laid))
+    for found in (
+        list(more),
+        [more[i] for i in range(len(rows))],
+        more[:],
+        [more[i - len(rows)] for i in range(len(rows))],
+    ):
+        assert len(found) == len(rows)
+        for got, put in zip(found, rows, strict=True):
+            assert torch.equal(got.tokens, put.tokens)
+            assert torch.equal(got.fields["weight"], put.fields["weight"])
+            assert torch.equal(got.fields["double"], 2 * put.fields["weight"])
+    with pytest.raises(IndexError):
+        laid[len(rows)]
+    assert laid.fields.keys() == ({"weight"} if rows else set()), "what has more fields is another"
+
+
+def test_a_field_that_does_not_fit_the_rows_is_refused() -> None:
+    rows = BatchRows([2, 1], torch.arange(3), {})
+    with pytest.raises(BatchError, match=r"sequence.*\(2,\).*\(3,\)"):
+        rows.with_fields(sequence=[torch.ones(1), torch.ones(1)])
+    with pytest.raises(BatchError, match="tokens"):
+        BatchRows([2, 2], torch.arange(3), {})

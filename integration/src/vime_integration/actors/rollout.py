@@ -206,7 +206,8 @@ class RolloutActor:
         batch = make_batch(samples, config, version, max_lag=self._max_lag)
         devices = self._reach.count * config.engine.tensor_parallel
         metrics = rollout_metrics(groups, seconds=seconds, devices=devices)
-        metrics |= batch_metrics([row for rows in batch.updates for row in rows])
+        whole = batch.updates[0] if len(batch.updates) == 1 else [row for rows in batch.updates for row in rows]
+        metrics |= batch_metrics(whole)
         metrics["rollout/epoch"] = float(max(group.prompt.epoch for group in groups))
         metrics["rollout/samples"] = float(len(samples))
         records = records_of(samples, {g.prompt.group_id: g.prompt for g in groups}, config.tracking.samples)

@@ -29,14 +29,14 @@ from vime_grpo.tracking import MetricsWriter, read_metrics
 
 if TYPE_CHECKING:
     from vime_grpo.advantages import group_advantages
-    from vime_grpo.batch import BatchRow, SampleLike, TrainSample, build_batch, split_updates
+    from vime_grpo.batch import BatchRow, BatchRows, SampleLike, TrainSample, build_batch, split_updates
     from vime_grpo.console import Display, closing_table, make_display
     from vime_grpo.losses import ClipBounds, PolicyLoss
     from vime_grpo.metrics import batch_metrics, mean_metrics, train_metrics
 
 _LAZY = {
     "advantages": ("group_advantages",),
-    "batch": ("BatchRow", "SampleLike", "TrainSample", "build_batch", "split_updates"),
+    "batch": ("BatchRow", "BatchRows", "SampleLike", "TrainSample", "build_batch", "split_updates"),
     "console": ("Display", "closing_table", "make_display"),
     "losses": ("ClipBounds", "PolicyLoss"),
     "metrics": ("batch_metrics", "mean_metrics", "train_metrics"),
@@ -62,6 +62,7 @@ __all__ = [
     "Alarm",
     "BatchError",
     "BatchRow",
+    "BatchRows",
     "ClipBounds",
     "ConfigError",
     "Display",

@@ -24,10 +24,10 @@ it were not: leaving tokens out must not make the others count more, or steps wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
-from typing import NoReturn, Protocol
+from itertools import accumulate, chain, repeat
+from typing import NoReturn, Protocol, overload
 
 import numpy as np
 import torch
@@ -105,6 +105,75 @@ class BatchRow:
     fields: dict[str, Tensor]
 
 
+class BatchRows(Sequence[BatchRow]):
+    """The rows of a batch, kept end to end; a row is made of views when it is asked for.
+
+    Thousands of short tensors take longer to make, to send and to look at than the training of a small model.
+
+    Args:
+        lengths: Tokens of each row, S.
+        tokens: Ids of all rows end to end ``[t]``, int64.
+        fields: Per-token values likewise, ``[t]`` each.
+
+    Raises:
+        BatchError: A field is not as long as the rows together.
+    """
+
+    def __init__(self, lengths: Sequence[int], tokens: Tensor, fields: Mapping[str, Tensor]) -> None:
+        """Keep the tensors as they are."""
+        self.lengths = list(lengths)
+        self.tokens = tokens
+        self.fields = dict(fields)
+        self._ends = list(accumulate(self.lengths))
+        total = self._ends[-1] if self._ends else 0
+        for name, values_t in {"tokens": tokens, **self.fields}.items():
+            if values_t.shape != (total,):
+                seen = f"shape {tuple(values_t.shape)}"
+                raise BatchError("a field does not fit the rows", where=name, seen=seen, expected=f"({total},)")
+
+    @classmethod
+    def of(cls, rows: Sequence[BatchRow]) -> BatchRows:
+        """Lay rows end to end; they have the same fields, as the trainer asks of a batch."""
+        if isinstance(rows, BatchRows):
+            return cls(rows.lengths, rows.tokens, rows.fields)
+        if not rows:
+            return cls([], torch.zeros(0, dtype=torch.int64), {})
+        fields = {name: torch.cat([row.fields[name] for row in rows]) for name in rows[0].fields}
+        return cls([len(row.tokens) for row in rows], torch.cat([row.tokens for row in rows]), fields)
+
+    def with_fields(self, **more: Sequence[Tensor]) -> BatchRows:
+        """Return the rows with further fields.
+
+        Args:
+            more: Values ``[S]`` of each row, by name.
+        """
+        return BatchRows(
+            self.lengths, self.tokens, self.fields | {name: torch.cat(list(values)) for name, values in more.items()}
+        )
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, position: int) -> BatchRow: ...
+    @overload
+    def __getitem__(self, position: slice) -> list[BatchRow]: ...
+    def __getitem__(self, position: int | slice) -> BatchRow | list[BatchRow]:
+        """Return a row, whose tensors are views of the batch's."""
+        if isinstance(position, slice):
+            return [self[i] for i in range(*position.indices(len(self)))]
+        end = self._ends[position]
+        span = slice(end - self.lengths[position], end)
+        return BatchRow(self.tokens[span], {name: values_t[span] for name, values_t in self.fields.items()})
+
+    def __iter__(self) -> Iterator[BatchRow]:
+        """Iterate over the rows, which costs less than asking for each."""
+        parts = [torch.split(values_t, self.lengths) for values_t in (self.tokens, *self.fields.values())]
+        for tokens, *values in zip(*parts, strict=True):
+            yield BatchRow(tokens, dict(zip(self.fields, values, strict=True)))
+
+
 @AGGREGATIONS.register("sample_mean", paper="DeepSeekMath, arXiv:2402.03300")
 def sample_mean(trained_b: Tensor, horizon: int) -> Tensor:
     """Return ``1 / (N T_i)``."""
@@ -132,7 +201,7 @@ def build_batch(
     old_logprobs: Mapping[int, Tensor] | Sequence[Tensor] | None = None,
     ref_logprobs: Mapping[int, Tensor] | Sequence[Tensor] | None = None,
     on_policy: Sequence[Sequence[int]] | None = None,
-) -> list[BatchRow]:
+) -> BatchRows:
     """Make the global batch of ONE optimiser step.
 
     Args:
@@ -161,14 +230,11 @@ def build_batch(
     weights_b = token_weights([sum(sample.loss_mask) for sample in samples], aggregation, horizon)
     kept = None if on_policy is None else [_kept(on_policy, i, sample) for i, sample in enumerate(samples)]
     long = _long_fields(samples, advantages_b, weights_b, kept)
-    lengths = [len(sample.tokens) for sample in samples]
-    fields = {name: torch.split(values_t, lengths) for name, values_t in long.items()}
-    tokens = torch.split(_tensor(chain.from_iterable(sample.tokens for sample in samples), np.int64), lengths)
-    rows = [BatchRow(tokens[i], {name: parts[i] for name, parts in fields.items()}) for i in range(len(samples))]
+    tokens_t = _tensor(chain.from_iterable(sample.tokens for sample in samples), np.int64)
+    rows = BatchRows([len(sample.tokens) for sample in samples], tokens_t, long)
     for name, source in (("old_logprob", old_logprobs), ("ref_logprob", ref_logprobs)):
         if source is not None:
-            for position, (row, sample) in enumerate(zip(rows, samples, strict=True)):
-                row.fields[name] = _given(source, position, sample, name)
+            rows = rows.with_fields(**{name: [_given(source, i, sample, name) for i, sample in enumerate(samples)]})
     if on_policy is not None and not bool(long["weight"].any()):
         raise BatchError(
             "nothing to train on",

@@ -29,15 +29,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
+from vime_grpo.batch import BatchRow, BatchRows
 from vime_grpo.errors import BatchError
-
-if TYPE_CHECKING:
-    from vime_grpo.batch import BatchRow
 
 _ROW_METRICS = {
     "advantage": "rollout/advantages",
@@ -60,32 +56,32 @@ def batch_metrics(rows: Sequence[BatchRow]) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     for field, name in _ROW_METRICS.items():
-        having = [row for row in rows if field in row.fields]
+        having = _having(rows, field)
         if having and (mean := _mean_of_means(having, field)) is not None:
             metrics[name] = mean
     if "rollout/log_probs" in metrics:
-        scored = [row for row in rows if "old_logprob" in row.fields]
-        trained_t, old_t, engine_t = (
-            _end_to_end(scored, name) for name in ("weight", "old_logprob", "rollout_logprob")
-        )
-        metrics["rollout/logprob_abs_diff_max"] = (old_t - engine_t)[trained_t != 0].abs().max().item()
+        fields = _having(rows, "old_logprob").fields
+        apart_t = fields["old_logprob"] - fields["rollout_logprob"]
+        metrics["rollout/logprob_abs_diff_max"] = apart_t[fields["weight"] != 0].abs().max().item()
     return metrics
 
 
-def _mean_of_means(rows: Sequence[BatchRow], field: str) -> float | None:
+def _having(rows: Sequence[BatchRow], field: str) -> BatchRows:
+    """Return the rows that have a field, end to end."""
+    if isinstance(rows, BatchRows):
+        return rows if field in rows.fields else BatchRows.of([])
+    return BatchRows.of([row for row in rows if field in row.fields])
+
+
+def _mean_of_means(rows: BatchRows, field: str) -> float | None:
     """Return the mean over rows of the mean over a row's trained tokens; None without any."""
-    lengths = torch.tensor([len(row.tokens) for row in rows])
-    row_t = torch.arange(len(rows)).repeat_interleave(lengths)
-    trained_t = (_end_to_end(rows, "weight") != 0).double()
+    row_t = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows.lengths))
+    trained_t = (rows.fields["weight"] != 0).double()
     sums_b = torch.zeros(len(rows), dtype=torch.float64)
     counts_b = sums_b.index_add(0, row_t, trained_t)
-    sums_b.index_add_(0, row_t, torch.where(trained_t > 0, _end_to_end(rows, field), 0.0).double())
+    sums_b.index_add_(0, row_t, torch.where(trained_t > 0, rows.fields[field], 0.0).double())
     some_b = counts_b > 0
     return (sums_b[some_b] / counts_b[some_b]).mean().item() if bool(some_b.any()) else None
-
-
-def _end_to_end(rows: Sequence[BatchRow], field: str) -> Tensor:
-    return torch.cat([row.fields[field] for row in rows])
 
 
 def train_metrics(sums: Mapping[str, float], *, loss: float, grad_norm: float, lr: float) -> dict[str, float]:
