@@ -248,6 +248,10 @@ def test_rows_laid_end_to_end_are_the_rows(lengths: list[int]) -> None:
             assert torch.equal(got.tokens, put.tokens)
             assert torch.equal(got.fields["weight"], put.fields["weight"])
             assert torch.equal(got.fields["double"], 2 * put.fields["weight"])
+    if rows:
+        joined, wanted = BatchRows.join([laid, BatchRows.of(rows[:1]), laid]), [*rows, rows[0], *rows]
+        assert [row.tokens.tolist() for row in joined] == [row.tokens.tolist() for row in wanted]
+        assert torch.equal(joined.fields["weight"], torch.cat([row.fields["weight"] for row in wanted]))
     with pytest.raises(IndexError):
         laid[len(rows)]
     assert laid.fields.keys() == ({"weight"} if rows else set()), "what has more fields is another"

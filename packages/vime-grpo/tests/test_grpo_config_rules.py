@@ -37,6 +37,7 @@ EVALUATION = [
         (["trainer.min_learning_rate=1"], r"min_learning_rate \(1.0\) is above trainer.learning_rate"),
         (["trainer.lr_schedule=cosine", "trainer.warmup_steps=3"], r"leaves nothing of the run's 3 optimiser steps"),
         (["trainer.loss_scale=8"], r'loss_scale is 8 and trainer.dtype = "bfloat16" is not scaled'),
+        (["trainer.loss_scale_window=5"], r'loss_scale_window is 5 and trainer.dtype = "bfloat16" is not scaled'),
         (["trainer.dtype=float16", "trainer.loss_scale=100"], r"loss_scale is 100; it must be a power of two"),
         (["trainer.dtype=float16", "trainer.loss_scale=0.5"], r"loss_scale is 0.5; .* at least 1"),
         (

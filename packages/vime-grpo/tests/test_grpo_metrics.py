@@ -26,6 +26,19 @@ def test_batch_metrics_are_means_of_sample_means() -> None:
     }
 
 
+def test_rows_of_several_batches_may_differ_in_their_fields() -> None:
+    old = [torch.tensor([0.0, -0.5, -1.25]), torch.tensor([0.0, 0.0, 7.0, -1.0])]
+    scored = build_batch(two_samples(), [2.0, -1.0], old_logprobs=old)
+    plain = build_batch(two_samples(), [4.0, -1.0])
+    for rows in ([*scored, *plain], [*plain, *scored]):
+        assert batch_metrics(rows) == {
+            "rollout/advantages": 1.0,
+            "rollout/rollout_log_probs": -1.5,
+            "rollout/log_probs": pytest.approx((-0.875 + -1.0) / 2),
+            "rollout/logprob_abs_diff_max": 1.0,
+        }
+
+
 def test_samples_that_train_nothing_are_left_out() -> None:
     empty = TrainSample("b", (1, 2), 1, (0,), (-3.0,), 0.0)
     rows = build_batch([*two_samples(), empty], [2.0, -1.0, 5.0])

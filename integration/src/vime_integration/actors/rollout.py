@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import ray
-from vime_grpo import RunConfig, SampleRecord, batch_metrics, evaluation_metrics
+from vime_grpo import BatchRows, RunConfig, SampleRecord, batch_metrics, evaluation_metrics
 from vime_rollout import (
     DataSource,
     Encoder,
@@ -206,8 +206,7 @@ class RolloutActor:
         batch = make_batch(samples, config, version, max_lag=self._max_lag)
         devices = self._reach.count * config.engine.tensor_parallel
         metrics = rollout_metrics(groups, seconds=seconds, devices=devices)
-        whole = batch.updates[0] if len(batch.updates) == 1 else [row for rows in batch.updates for row in rows]
-        metrics |= batch_metrics(whole)
+        metrics |= batch_metrics(BatchRows.join(batch.updates))
         metrics["rollout/epoch"] = float(max(group.prompt.epoch for group in groups))
         metrics["rollout/samples"] = float(len(samples))
         records = records_of(samples, {g.prompt.group_id: g.prompt for g in groups}, config.tracking.samples)

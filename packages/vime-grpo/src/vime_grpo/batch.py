@@ -141,6 +141,16 @@ class BatchRows(Sequence[BatchRow]):
         fields = {name: torch.cat([row.fields[name] for row in rows]) for name in rows[0].fields}
         return cls([len(row.tokens) for row in rows], torch.cat([row.tokens for row in rows]), fields)
 
+    @classmethod
+    def join(cls, parts: Sequence[BatchRows]) -> BatchRows:
+        """Return the rows of several batches with the same fields, at least one, as one."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        fields = {name: torch.cat([part.fields[name] for part in parts]) for name in first.fields}
+        lengths = [length for part in parts for length in part.lengths]
+        return cls(lengths, torch.cat([part.tokens for part in parts]), fields)
+
     def with_fields(self, **more: Sequence[Tensor]) -> BatchRows:
         """Return the rows with further fields.
 

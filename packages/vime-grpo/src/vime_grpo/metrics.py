@@ -56,21 +56,24 @@ def batch_metrics(rows: Sequence[BatchRow]) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     for field, name in _ROW_METRICS.items():
-        having = _having(rows, field)
-        if having and (mean := _mean_of_means(having, field)) is not None:
+        laid = _having(rows, field, "weight")
+        if laid and (mean := _mean_of_means(laid, field)) is not None:
             metrics[name] = mean
     if "rollout/log_probs" in metrics:
-        fields = _having(rows, "old_logprob").fields
+        fields = _having(rows, "old_logprob", "rollout_logprob", "weight").fields
         apart_t = fields["old_logprob"] - fields["rollout_logprob"]
         metrics["rollout/logprob_abs_diff_max"] = apart_t[fields["weight"] != 0].abs().max().item()
     return metrics
 
 
-def _having(rows: Sequence[BatchRow], field: str) -> BatchRows:
-    """Return the rows that have a field, end to end."""
+def _having(rows: Sequence[BatchRow], field: str, *more: str) -> BatchRows:
+    """Return the rows that have a field, end to end, with no less than that field and some more."""
     if isinstance(rows, BatchRows):
         return rows if field in rows.fields else BatchRows.of([])
-    return BatchRows.of([row for row in rows if field in row.fields])
+    names = (field, *more)
+    return BatchRows.of(
+        [BatchRow(row.tokens, {name: row.fields[name] for name in names}) for row in rows if field in row.fields]
+    )
 
 
 def _mean_of_means(rows: BatchRows, field: str) -> float | None:

@@ -193,20 +193,22 @@ class TrainerSection(Section):
 
     @model_validator(mode="after")
     def _scale_is_used(self) -> TrainerSection:
-        scale = self.loss_scale
+        scale, window = self.loss_scale, self.loss_scale_window
+        own_window = window != type(self).model_fields["loss_scale_window"].default
+        if self.dtype != "float16" and (scale != "dynamic" or own_window):
+            name, seen = ("loss_scale", scale) if scale != "dynamic" else ("loss_scale_window", window)
+            raise ValueError(
+                f'trainer.{name} is {seen:g} and trainer.dtype = "{self.dtype}" is not scaled: only "float16" is'
+            )
         if scale == "dynamic":
             return self
-        if self.dtype != "float16":
-            raise ValueError(
-                f'trainer.loss_scale is {scale:g} and trainer.dtype = "{self.dtype}" is not scaled: only "float16" is'
-            )
         if not 1 <= scale < math.inf or math.frexp(scale)[0] != 0.5:
             raise ValueError(
                 f"trainer.loss_scale is {scale:g}; it must be a power of two, at least 1, so that it rounds nothing"
             )
-        if self.loss_scale_window != type(self).model_fields["loss_scale_window"].default:
+        if own_window:
             raise ValueError(
-                f"trainer.loss_scale_window is {self.loss_scale_window} and trainer.loss_scale is fixed at {scale:g}: "
+                f"trainer.loss_scale_window is {window} and trainer.loss_scale is fixed at {scale:g}: "
                 'only "dynamic" grows'
             )
         return self
