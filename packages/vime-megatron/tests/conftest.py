@@ -168,6 +168,20 @@ def batch_of():
 
 
 @pytest.fixture(scope="session")
+def gradients_of():
+    """Compute the gradients of a step by name, without the loss scale; nothing is updated."""
+    from vime_megatron import sft_loss
+
+    def compute(trainer, batch):
+        scale = trainer.state.loss_scale.value
+        with trainer._platform.active():
+            trainer._gradients(batch, trainer._plan(batch), sft_loss, scale)
+        return {name: param.main_grad / scale for name, param in trainer.params.items()}
+
+    return compute
+
+
+@pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
     """Run a job of ``rank_jobs.py`` on several processes; returns each rank's result.
 

@@ -22,21 +22,13 @@ def weights_of(trainer):
     return {name: param.detach().clone() for name, param in trainer.params.items()}
 
 
-def gradients_of(trainer, batch):
-    """The gradients of a step, unscaled; nothing is updated."""
-    scale = trainer.state.loss_scale.value
-    with trainer._platform.active():
-        trainer._gradients(batch, trainer._plan(batch), sft_loss, scale)
-    return {name: param.main_grad / scale for name, param in trainer.params.items()}
-
-
 def assert_equal(found, wanted):
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
-def test_it_is_nearer_to_float32_than_bfloat16(make_trainer, model_of, batch, kind):
+def test_it_is_nearer_to_float32_than_bfloat16(make_trainer, model_of, batch, gradients_of, kind):
     """A float16 has three bits more, so what rounding does is eight times less; four times is asked for here."""
     logprobs, gradients = {}, {}
     for dtype in ("float32", "bfloat16", "float16"):
